@@ -13,6 +13,10 @@ MUTATIONS = {
         "engine/steps/step_maker.py", "self.answer.pending - 1 - len", "self.answer.pending - len",
         ("tests/engine/test_step.py", "-k", "all_of_its_plan"),
     ),
+    "calls, tokens that go on wrongly": Mutation(
+        "engine/sampling/call_matcher.py", "if not self._beginning.allows_behind(whole, more)", "if False",
+        ("tests/engine/chat/test_call_matcher.py", "-k", "beginning"),
+    ),
     "ranks, columns in another order": Mutation(
         "engine/ranks/group.py", "self.stack(x).transpose(0, 1).reshape", "self.stack(x).reshape",
         ("tests/engine/test_rank_group.py", "-k", "columns"),

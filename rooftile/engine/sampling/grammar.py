@@ -81,6 +81,9 @@ class Grammars:
         """
         # with its own order, which the answer follows
         key = json.dumps(structured)
+        if "calls" in structured:
+            # shorter: the rest follows from these
+            key = json.dumps([structured["calls"]["grammar"], structured["calls"].get("looser") is not None])
         with self._lock:
             found = self._kept.get(key)
             if found is not None:

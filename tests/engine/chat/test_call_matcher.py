@@ -176,7 +176,8 @@ def test_wrong_calls_cannot_be_written(case: Case, kind: str) -> None:
     own = tokens_of(case, kind)
     for right, wrong in (("weather", "wither"), ("city", "town"), ("2", "two")):
         text = case.one.replace(right, wrong)
-        if text != case.one and not (case.name == "llama3_json" and right == "weather"):
+        # a name may be what begins a call
+        if right in case.one[case.begins :]:
             said = says(steered(case, own, use_of()), own, text)
             assert len(said) < len(text)
             assert case.one.startswith(said.rstrip())
@@ -280,8 +281,54 @@ def test_texts_in_tags_follow_what_a_schema_says_of_strings() -> None:
     assert said(f"<parameter=a>\n[1, 2]\n</parameter>\n{end}", parameters=parameters).endswith(end)
     assert said(end, parameters=parameters).endswith("<function=f>\n<")
     assert said("<parameter=a>\n[1, 2, 3]", parameters=parameters).endswith("[1, 2")
-    with pytest.raises(InvalidInput, match="the function f is strict, and its a has pattern: strings in this model's syntax"):
+    with pytest.raises(InvalidInput, match="the function f is strict, and its schema has pattern: arguments in this model"):
         said(one, parameters={"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}, strict=True)
+
+
+def test_literals_of_python_follow_a_schema() -> None:
+    case = next(case for case in CASES if case.name == "pythonic")
+    own = tokens_of(case, "added")
+
+    def goes(arguments: str, **function: Any) -> bool:
+        tools, text = [{"type": "function", "function": {"name": "f", **function}}], f"[f({arguments})]"
+        steering = steered(case, own, use_of(None, False, tools))
+        done = says(steering, own, text) == text
+        if done:
+            (call,) = read_whole(case.syntax.reader(use_of(tools=tools).tools), text).calls
+            assert steering.over
+            assert call.broken is None
+        return done
+
+    def of(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
+        return {"type": "object", "properties": properties, "required": required or []}
+
+    whole, text = {"type": "integer"}, {"type": "string"}
+    assert goes("")
+    assert not goes("a=1")
+    assert goes("x=1, y=[{'a': None}, 1.5e3]", parameters={"type": "object"})
+    for required, right, wrong in (
+        ([], ("", "a=1", "b=2, c='x'", "c='x'", 'a=1,c="x"'), (",", "b=1,", "b=2, a=1", "c=1")),
+        (["b"], ("b=1", "a=1, b=2", "b=1 , c='x'"), ("", "a=1", "c='x'", "a=1, c='x'")),
+        (["a", "c"], ("a=1, c=''", "a=1, b=2, c=''"), ("a=1", "c=''", "b=2, c=''")),
+    ):
+        parameters = of(required, a=whole, b=whole, c=text)
+        assert [goes(each, parameters=parameters) for each in right] == [True] * len(right), required
+        assert [goes(each, parameters=parameters) for each in wrong] == [False] * len(wrong), required
+    one = of(["a"], a={"anyOf": [{"type": "array", "items": whole, "minItems": 1, "maxItems": 2}, {"type": "null"}]})
+    assert [goes(f"a={value}", parameters=one) for value in ("[1]", "[1, 2]", "None", "[]", "[1, 2, 3]", "1")] == [True] * 3 + [
+        False
+    ] * 3
+    tree = of(["a"], a={"$ref": "#/$defs/t"}) | {"$defs": {"t": of(["v"], v=whole, t={"$ref": "#/$defs/t"})}}
+    assert goes("a={'v': 1, 't': {\"v\": 2}}", parameters=tree)
+    assert not goes("a={'t': {'v': 2}}", parameters=tree)
+    some = of(["a"], a={"enum": ["it's", 1, None]})
+    assert [goes(f"a={value}", parameters=some) for value in ('"it\'s"', "1", "None", "2", "'it'")] == [True] * 3 + [False] * 2
+    short = of(["a"], a={"type": "string", "minLength": 1, "maxLength": 2})
+    assert [goes(f"a={value}", parameters=short) for value in ("'a'", "'\\n\\u00e9'", "''", "'abc'")] == [True] * 2 + [False] * 2
+    with pytest.raises(InvalidInput, match="the function f is strict, and its schema has minimum"):
+        goes("a=1", parameters=of(["a"], a={"type": "integer", "minimum": 1}), strict=True)
+    with pytest.raises(InvalidInput, match="its schema has maxLength"):
+        goes("a=1", parameters=of(["a"], a={"type": "string", "maxLength": 5000}), strict=True)
 
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ tools }} <tool_call>{\"name\": "

@@ -9,12 +9,14 @@ from rooftile.engine.chat.tools.hermes import HermesForm, HermesReader
 from rooftile.engine.chat.tools.listed import GraniteForm, GraniteReader, PhiForm, PhiReader
 from rooftile.engine.chat.tools.llama_json import LlamaJsonForm, LlamaJsonReader
 from rooftile.engine.chat.tools.mistral import MistralListForm, MistralNamedForm, MistralReader
+from rooftile.engine.chat.tools.pythonic import PythonicForm, PythonicReader
 from rooftile.engine.chat.tools.qwen_xml import QwenXmlForm, QwenXmlReader
 from rooftile.engine.chat.tools.syntax import Syntax
 from rooftile.engine.text.harmony_messages import SIGN
 from rooftile.errors import InvalidInput
 
 AUTO, NONE = "auto", "none"
+PYTHONIC_SIGNS = ("<|tool_call_start|>", "[func_name1(", "<|python_start|>")
 
 
 def _plain(template: str) -> str:
@@ -41,6 +43,10 @@ _ALL = (
     Syntax(
         "qwen3_coder", QwenXmlReader, lambda template: "<tool_call>\n<function=" in _plain(template), QwenXmlForm(),
         ("qwen3_xml",),
+    ),
+    Syntax(
+        "pythonic", PythonicReader, lambda template: any(sign in template for sign in PYTHONIC_SIGNS), PythonicForm(),
+        ("llama4_pythonic",),
     ),
     Syntax(
         "llama3_json", LlamaJsonReader, lambda template: '"name": function name, "parameters"' in template, LlamaJsonForm(),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from rooftile.engine.chat.tools.schema_types import SILENT, resolved, takes_text
+from rooftile.engine.chat.tools.schema_types import first_unknown
 from rooftile.engine.chat.tools.tool import Tool
 from rooftile.engine.chat.tools.use import ToolUse
 from rooftile.engine.sampling.structural_tags import WHITESPACE
@@ -63,14 +63,36 @@ class CallRules:
     def __init__(self, token_id: Callable[[str], int | None], *, loose: bool) -> None:
         self._token_id = token_id
         self._loose = loose
+        self._named = 0
         # forced texts would be written in tokens of llguidance's choice, and not of the model's
         self._lines = ['%llguidance {"no_forcing": true}', f"W: /{SPACES}/"]
 
     def rule(self, body: str, *, name: str | None = None) -> str:
         """Adds a rule; returns its name."""
-        name = name or f"r{len(self._lines)}"
+        name = name or self.fresh_name()
         self._lines.append(f"{name}: {body}")
         return name
+
+    def fresh_name(self) -> str:
+        """Returns a name for a rule that will be added."""
+        self._named += 1
+        return f"r{self._named}"
+
+    def has(self, name: str) -> bool:
+        """Tells whether there is a rule of a name."""
+        return any(line.startswith(f"{name}: ") for line in self._lines)
+
+    def sequence(self, parts: Sequence[tuple[str, bool]]) -> str:
+        """Returns parts in their order with commas between them; each is a rule's name, and whether it must be there."""
+        rest, starts = "", list[str]()
+        for name, needed in reversed(parts):
+            start = f"{name} {rest}".rstrip()
+            # a part that must be there is the first at the latest
+            starts = [start] if needed else [start, *starts]
+            following = f'{self.space} "," {self.space} {name}'
+            rest = self.rule(f"{following if needed else f'({following})?'} {rest}".rstrip())
+        optional = "" if any(needed for _, needed in parts) else "?"
+        return f"({' | '.join(starts)}){optional}" if starts else ""
 
     def mark(self, text: str) -> str:
         """Returns a mark: the token that it spells, or its text."""
@@ -122,17 +144,21 @@ class CallRules:
         """
         # a line break on both sides is no part of the text
         pattern = r"/(.|\n)*/" if most is None else rf"/\n?(.|\n){{0,{most}}}\n?/"
-        text = self.rule(pattern, name=f"T{len(self._lines)}")
-        return self.rule(f"{text} {written(end)}", name=f"r{len(self._lines)}[lazy]").removesuffix("[lazy]")
+        text = self.rule(pattern, name=self.fresh_name().upper())
+        return self.rule(f"{text} {written(end)}", name=f"{self.fresh_name()}[lazy]").removesuffix("[lazy]")
 
-    def check_strict(self, tool: Tool, properties: Mapping[str, Any], root: Mapping[str, Any]) -> None:
-        """Raises InvalidInput for a strict function whose strings have bounds that are no part of this syntax's grammar."""
-        for key, schema in properties.items():
-            found = resolved(schema, root)
-            unknown = [name for name in found if name not in SILENT and name != "maxLength"]
-            if tool.strict and takes_text(schema, root) and unknown:
-                why = f"strings in this model's syntax of calls are held to no {unknown[0]}"
-                raise InvalidInput(f"the function {tool.name} is strict, and its {key[:40]} has {unknown[0]}: {why}")
+    def check_strict(self, tool: Tool, schema: Any, known: Collection[str]) -> None:
+        """Raises InvalidInput for a strict function with a schema that says more than this syntax's grammar follows.
+
+        Args:
+            tool: the function.
+            schema: the schema of all of its arguments or of one.
+            known: keys of schemas that the grammar follows, beside those that every grammar does.
+        """
+        unknown = first_unknown(schema, tool.parameters, known) if tool.strict else None
+        if unknown is not None:
+            why = f"arguments in this model's syntax of calls are held to no {unknown}"
+            raise InvalidInput(f"the function {tool.name} is strict, and its schema has {unknown}: {why}")
 
     def text(self) -> str:
         """Returns the grammar."""

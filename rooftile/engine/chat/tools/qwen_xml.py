@@ -19,13 +19,11 @@ from rooftile.engine.chat.tools.cursor import Reading, Unreadable, held_of
 from rooftile.engine.chat.tools.grammar import CallForm, CallRules, written
 from rooftile.engine.chat.tools.json_calls import LONGEST_VALUE
 from rooftile.engine.chat.tools.reader import CallReader
-from rooftile.engine.chat.tools.schema_types import resolved, takes_text, types_of, value_of
+from rooftile.engine.chat.tools.schema_types import constants_of, counted, resolved, takes_text, types_of, value_of
 from rooftile.engine.chat.tools.tool import Tool
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_OF_FUNCTION, END_OF_PARAMETER = "</function>", "</parameter>"
-# longer strings are not counted by a grammar
-LONGEST_COUNTED = 500
 
 
 class QwenXmlReader(CallReader):
@@ -109,8 +107,9 @@ class QwenXmlForm(CallForm):
         properties, required = schema.get("properties"), schema.get("required")
         parameters = [f"{written(tool.name + '>')} W?"]
         if isinstance(properties, Mapping) and properties:
-            rules.check_strict(tool, properties, root)
             for key, each in properties.items():
+                if takes_text(each, root):
+                    rules.check_strict(tool, each, ("maxLength",))
                 one = rules.rule(f"{written(PARAMETER + key + '>')} {self._value(rules, each, root, strict=tool.strict)} W?")
                 parameters.append(one if isinstance(required, list) and key in required else f"{one}?")
         elif schema.get("additionalProperties") is not False:
@@ -122,11 +121,11 @@ class QwenXmlForm(CallForm):
         """Returns a value and the end of its parameter."""
         found = resolved(schema, root)
         end = f'"\\n"? {written(END_OF_PARAMETER)}'
-        texts = [found["const"]] if "const" in found else found.get("enum")
+        texts = constants_of(found)
         if not takes_text(schema, root):
             shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
             return f"W? {rules.schema({**shared, **schema}, strict=strict)} W? {written(END_OF_PARAMETER)}"
-        if isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
+        if texts and all(isinstance(text, str) for text in texts):
             return f'"\\n"? ({" | ".join(map(written, texts))}) {end}'
         most = found.get("maxLength")
-        return rules.up_to(END_OF_PARAMETER, most if isinstance(most, int) and most <= LONGEST_COUNTED else None)
+        return rules.up_to(END_OF_PARAMETER, most if counted(most) else None)

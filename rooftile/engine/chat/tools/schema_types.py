@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # keys of a schema that say what a value means, and nothing about which ones there may be
@@ -12,6 +12,8 @@ SILENT = frozenset(
      "definitions", "$ref", "$schema", "$id", "$comment", "anyOf", "oneOf", "additionalProperties", "deprecated", "x-guidance")
 )  # fmt: skip
 _TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object", type(None): "null"}
+# longer texts and lists are not counted by a grammar
+MOST_COUNTED = 500
 # references that refer to one another
 _DEEPEST = 16
 
@@ -28,27 +30,59 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
     return schema if isinstance(schema, Mapping) else {}
 
 
-def types_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> frozenset[str]:
+def types_of(schema: Any, root: Mapping[str, Any]) -> frozenset[str]:
     """Returns the types of a schema's values; empty if they may be any.
 
     Example:
         >>> sorted(types_of({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {}))
         ['integer', 'null']
     """
-    found = resolved(schema, root)
-    kind = found.get("type")
-    if isinstance(kind, str):
-        return frozenset((kind,))
-    if isinstance(kind, list):
-        return frozenset(each for each in kind if isinstance(each, str))
-    values = [found["const"]] if "const" in found else found.get("enum")
-    if isinstance(values, list):
-        return frozenset(_TYPES.get(type(value), "string") for value in values)
-    several = found.get("anyOf") or found.get("oneOf")
-    if isinstance(several, list) and depth < _DEEPEST:
-        each = [types_of(one, root, depth + 1) for one in several]
-        return frozenset() if frozenset() in each else frozenset().union(*each)
-    return frozenset()
+    types, left, seen = set[str](), [resolved(schema, root)], set[int]()
+    while left:
+        found = left.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        kind, values, several = found.get("type"), constants_of(found), found.get("anyOf") or found.get("oneOf")
+        if isinstance(kind, str):
+            types.add(kind)
+        elif isinstance(kind, list):
+            types.update(each for each in kind if isinstance(each, str))
+        elif values:
+            types.update(_TYPES.get(type(value), "string") for value in values)
+        elif isinstance(several, list):
+            left += [resolved(one, root) for one in several]
+        else:
+            return frozenset()
+    return frozenset(types)
+
+
+def counted(bound: Any) -> bool:
+    """Tells whether a bound of a length is one that grammars count up to."""
+    return type(bound) is int and 0 <= bound <= MOST_COUNTED
+
+
+def first_unknown(schema: Any, root: Mapping[str, Any], known: Collection[str]) -> str | None:
+    """Returns a key that says which values a schema has, and is no known bound of a length; None if there is none."""
+    left, seen = [resolved(schema, root)], set[int]()
+    while left:
+        found = left.pop()
+        if id(found) in seen:
+            continue
+        seen.add(id(found))
+        unknown = next((key for key in found if key not in SILENT and (key not in known or not counted(found[key]))), None)
+        if unknown is not None:
+            return unknown
+        properties, several = found.get("properties"), found.get("anyOf") or found.get("oneOf")
+        inner = [*(properties.values() if isinstance(properties, Mapping) else ()), found.get("items")]
+        left += [resolved(one, root) for one in (*inner, *(several if isinstance(several, list) else ()))]
+    return None
+
+
+def constants_of(schema: Mapping[str, Any]) -> list[Any]:
+    """Returns the only values that a schema has; empty where it names none."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return values if isinstance(values, list) else []
 
 
 def takes_text(schema: Any, root: Mapping[str, Any]) -> bool:

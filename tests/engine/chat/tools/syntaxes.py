@@ -141,6 +141,16 @@ CASES = (
         "deepseek_v31", "<｜tool▁calls▁begin｜>", _DEEPSEEK, f"{_ALL}{_bare('weather', CITY)}{_END_OF_ALL}",
         f"{_ALL}{_bare('weather', CITY)}{_bare('add', SUM)}{_END_OF_ALL}", len(_ALL),
     ),
+    Case(
+        "pythonic", "[func_name1(", (), "[weather(city='Kiel', days=2)]",
+        '[weather(city="Kiel", days=2), add(a=-7, exact=True, unit="kg", more=[1, 2])]', len("[weather("),
+    ),
+    Case(
+        "pythonic", "<|tool_call_start|>", ("<|tool_call_start|>", "<|tool_call_end|>"),
+        '<|tool_call_start|>[weather(city="Kiel", days=2)]<|tool_call_end|>',
+        "<|tool_call_start|>[weather(city='Kiel', days=2),add(a=-7,exact=True,unit='kg',more=[1,2])]<|tool_call_end|>",
+        len("<|tool_call_start|>"),
+    ),
     Case("harmony", "<|channel|>analysis<|message|>", MARKS, H, None, H.index("functions")),
 )  # fmt: skip
 

@@ -12,8 +12,9 @@ from rooftile.engine.chat.tools.choose import NAMES
 from rooftile.engine.chat.tools.schema_types import value_of
 from tests.engine.chat.tools.reading import TOOLS, parts_of, said, texts
 
-HERMES, LLAMA, MISTRAL, QWEN, GRANITE, PHI, DEEPSEEK = (
-    NAMES[name].reader for name in ("hermes", "llama3_json", "mistral", "qwen3_coder", "granite", "phi4_mini_json", "deepseek_v3")
+HERMES, LLAMA, MISTRAL, QWEN, GRANITE, PHI, DEEPSEEK, PYTHONIC = (
+    NAMES[name].reader
+    for name in ("hermes", "llama3_json", "mistral", "qwen3_coder", "granite", "phi4_mini_json", "deepseek_v3", "pythonic")
 )
 ARGUMENTS = '{"city": "Kiel }\\" \\\\", "days": 2}'
 OBJECT = '{"name": "weather", "arguments": ' + ARGUMENTS + "}"
@@ -34,10 +35,15 @@ PIECES = {
         "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
         "<｜tool▁sep｜>", "function", "weather", "\n", "```json", "```", ARGUMENTS, "Good day. ",
     ],
+    "pythonic": [
+        "[", "]", "weather(", "add(", ")", ", ", 'city="Ki, el)"', "city='Kiel'", "days=2", "units={'a': [None, True]}", "=", "(",
+        "<|tool_call_start|>", "<|tool_call_end|>", "<|python_start|>", "'", "\\", "Good day. ",
+    ],
     "mistral": ["[TOOL_CALLS]", "[", "]", OBJECT, ", ", "weather", "[ARGS]", "[CALL_ID]Ab3dE6gHi", ARGUMENTS, "Good day. "],
 }  # fmt: skip
 CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEP = PIECES["deepseek_v3"][:5]
 FENCED = f"{CALL_BEGIN}function{SEP}weather\n```json\n{ARGUMENTS}\n```{CALL_END}"
+PYTHON = "weather( city = 'Kiel }\" \\\\', days=2 )"
 XML = (
     '<tool_call>\n<function=weather>\n<parameter=city>\nKiel }" \\\n</parameter>\n<parameter=days>\n2\n</parameter>\n'
     "</function>\n</tool_call>"
@@ -103,6 +109,10 @@ CASES = [
     (QWEN, f"Look.\n{XML}\n{XML}", "Look.", 2),
     (QWEN, f"{XML[12:-13]} Done", " Done", 1),
     (QWEN, XML.replace("\n2\n", "2").replace("<parameter=days>", "\n<parameter=days> "), "", 1),
+    (PYTHONIC, "[weather(city='Kiel }\" \\\\', days=2)]", "", 1),
+    (PYTHONIC, f"[{PYTHON}, {PYTHON}]", "", 2),
+    (PYTHONIC, f"I look: <|tool_call_start|>[ {PYTHON} ]<|tool_call_end|>Done", "I look:Done", 1),
+    (PYTHONIC, f"<|python_start|>[{PYTHON},{PYTHON}]<|python_end|>", "", 2),
     (DEEPSEEK, f"So:{CALLS_BEGIN}{FENCED}\n{FENCED}{CALLS_END}", "So:", 2),
     (DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}weather{SEP}{ARGUMENTS}{CALL_END}{CALLS_END}", "", 1),
 ]
@@ -136,6 +146,11 @@ def test_calls(reader, text, content, count) -> None:
         (QWEN, "a <function=b c>d", None),
         (QWEN, "if a <functions: b", None),
         (GRANITE, "<|tool_call|> none", " none"),
+        (PYTHONIC, "[1, 2]", None),
+        (PYTHONIC, "[wither(city='x')]", None),
+        (PYTHONIC, "So [weather(city='x')]", None),
+        (PYTHONIC, "[weather", None),
+        (PYTHONIC, "<|tool_call_start|>weather", "weather"),
         (PHI, "functools[1] of functools", None),
         (DEEPSEEK, f"{CALLS_BEGIN}none", "none"),
         (DEEPSEEK, CALLS_BEGIN[:-1], None),
@@ -160,6 +175,14 @@ def test_what_is_no_call_is_content(reader, text, content) -> None:
         (QWEN, "<function=add><parameter=a>1</parameter>", '{"a": "1"'),
         (QWEN, "<function=add>hello</function></tool_call>", ""),
         (QWEN, "<function=add><parameter=a>1</parameter><parameter=a>", '{"a": "1"'),
+        (PYTHONIC, "[add(a='x", '{"a": '),
+        (PYTHONIC, "[add(a=1, b", '{"a": 1'),
+        (PYTHONIC, "[add(a=f(1))]", '{"a": '),
+        (PYTHONIC, "[add(a=1, a=2)]", '{"a": 1'),
+        (PYTHONIC, "[add(a=" + "[" * 100_000, '{"a": '),
+        (PYTHONIC, "[add(a=1e999)]", '{"a": '),
+        (PYTHONIC, "[add(a={1: 2})]", '{"a": '),
+        (PYTHONIC, "[add(a=b'x')]", '{"a": '),
         (GRANITE, '<|tool_call|>[{"name": "add", "arguments": {"a"', '{"a"'),
         (DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}function{SEP}add\n```json\n{{", "{"),
         (DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}add{SEP}{{}}and{CALLS_END}", "{}"),
@@ -195,6 +218,27 @@ def test_a_text_has_the_type_of_its_schema() -> None:
     ]  # fmt: skip
     for text, schema, due in cases:
         assert json.loads(value_of(text, schema, root)) == due, (text, schema)
+
+
+JSON = strategies.recursive(
+    strategies.one_of(
+        strategies.none(), strategies.booleans(), strategies.integers(), strategies.floats(allow_nan=False, allow_infinity=False),
+        strategies.text(strategies.characters(exclude_categories=["Cs"])),
+    ),
+    lambda inner: strategies.lists(inner) | strategies.dictionaries(strategies.text("a'\"\\\n,)}", max_size=5), inner),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(value=JSON, more=strategies.sampled_from([")", ", b=1)", "]", " )"]))
+def test_literals_of_python_are_read_to_their_end(value, more) -> None:
+    for text in (repr(value), json.dumps(value, ensure_ascii=False)):
+        reader = PYTHONIC(TOOLS)
+        parts = parts_of(reader, f"[add(a={text}{more}")
+        (arguments,) = (part.text for part in parts if isinstance(part, CallArguments))
+        found, _ = json.JSONDecoder().raw_decode(arguments.removeprefix('{"a": '))
+        assert found == value
 
 
 def test_strings_in_tags_are_passed_on_as_they_come() -> None:
