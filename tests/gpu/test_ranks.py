@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ import transformers
 
 from rooftile.engine import LLM, SamplingParams
 from rooftile.engine.ranks.failures import RankEnded
-from rooftile.models import ModelConfig
+from rooftile.models import Decoder, ModelConfig
 from rooftile.models.config import config_of
 from rooftile.models.rotary import Rotary
+from rooftile_lab.bench.adapter_rates import write_adapter
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
@@ -54,6 +57,28 @@ def test_two_gpus_give_the_tokens_of_one_and_end_with_a_sentence() -> None:
     two.close()
     # the GPU of this process goes on
     assert answers(LLM(MODEL, enforce_eager=True, **ROOM)) == due
+
+
+def test_two_gpus_have_adapters(tmp_path: Path) -> None:
+    """Loaded while it serves, in graphs of all ranks; each holds its part."""
+    for name, rank in (("a", 5), ("b", 40)):
+        write_adapter(Decoder(MODEL, dtype=MODEL.dtype, device="meta"), tmp_path / name, rank)
+        # numbers that change the answers
+        file = tmp_path / name / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 400 * rank}))
+    room: dict[str, Any] = ROOM | {"max_adapters": 2, "max_adapter_rank": 40}
+    names, found = ["a", "b", None] * 2, []
+    for settings in ({}, {"tensor_parallel_size": 2}):
+        llm = LLM(MODEL, **room, **settings)
+        assert llm.engine.runner._graphs is not None
+        plain = answers(llm)
+        for name in ("a", "b"):
+            llm.load_adapter(name, tmp_path / name)
+        outputs = llm.generate(PROMPTS, ASKED, adapter=names)
+        found.append([[answer.token_ids for answer in output.outputs] for output in outputs])
+        assert [one == other for one, other in zip(found[-1], plain, strict=True)] == [name is None for name in names]
+        llm.close()
+    assert found[0] == found[1]
 
 
 @pytest.mark.sweep
