@@ -234,6 +234,11 @@ PAGES = (
             Section(
                 "Layers and training", "rooftile.recommend", ("HSTU", "HSTURecommender", "stochastic_length"),
             ),
+            Section(
+                "Events of users", "rooftile.recommend.data",
+                ("Events", "packed", "without_last", "read_events", "planted_events", "Planted"),
+            ),
+            Section("Measures", "rooftile.recommend.metrics", ("ranks", "hit_rate", "ndcg", "auc")),
         ),
     ),
     Page(

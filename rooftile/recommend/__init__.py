@@ -6,9 +6,16 @@
     layer = recommend.HSTU(64, heads=2, positions=256)                       # projection, attention, norm and gate
     model = recommend.HSTURecommender(items)                                 # model.loss(events, cu, times)
 
+    from rooftile.recommend import data, metrics
+    events = data.read_events("ml-1m").last(200)                             # or data.planted_events(...)
+    before, users, due = data.without_last(events)
+    metrics.ndcg(scores, due, 10)
+
 Inside:
 
 hstu         attention without softmax (generative recommenders)
+data         users' events from files, and drawn with planted interests
+metrics      hit rate, NDCG, and the area under the curve by group
 """
 
 from typing import TYPE_CHECKING

@@ -1,0 +1,124 @@
+"""Reads users' ratings and reviews from a folder or a file, as MovieLens and Amazon give them.
+
+A file's form follows from its first line: fields between `::` (`ratings.dat`) or tabs (`u.data`), a table with a head
+(`userId,movieId,rating,timestamp`), or lines of JSON. A table without a head names its columns by `columns=`, since Amazon
+has had users first in one year and items first in another.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from rooftile.errors import InvalidInput
+from rooftile.recommend.data.events import Events, packed
+
+# the names of a field in the files that there are
+USERS = ("user", "userid", "user_id", "reviewerid")
+ITEMS = ("item", "movieid", "item_id", "parent_asin", "asin")
+TIMES = ("timestamp", "time", "unixreviewtime")
+RATINGS = ("rating", "overall")
+FILES = ("ratings.dat", "ratings.csv", "u.data")
+# a moment in milliseconds is above it, one in seconds below
+MOST_SECONDS = 1 << 34
+
+
+def read_events(path: str | Path, *, columns: Sequence[str] | None = None, least_rating: float | None = None) -> Events:
+    """Reads the events of a file, or of a folder with ratings.dat, ratings.csv or u.data.
+
+    Args:
+        path: the folder or file; `.gz` is unpacked.
+        columns: the names of a table's columns that has no head, among them user, item and timestamp, such as
+            ("item", "user", "rating", "timestamp").
+        least_rating: events with a lower rating are left out; None keeps all.
+
+    Returns:
+        The events, sorted by user and time. Times in milliseconds become seconds.
+
+    Raises:
+        InvalidInput: there is no such file, its columns are not known, or a line cannot be read; names the line.
+
+    Example:
+        >>> read_events("ml-1m").item_count
+        3706
+    """
+    file = _file_of(Path(path))
+    users: dict[str, int] = {}
+    items: dict[str, int] = {}
+    rows: list[tuple[int, int, int]] = []
+    for line, fields in enumerate(_fields(file, columns), 1):
+        try:
+            user, item, moment, rating = (_one(fields, names) for names in (USERS, ITEMS, TIMES, RATINGS))
+            if least_rating is not None and rating is not None and float(rating) < least_rating:
+                continue
+            if user is None or item is None or moment is None:
+                raise ValueError("it has no user, item or timestamp")
+            seconds = int(float(moment))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise InvalidInput(f"{file}: event {line} cannot be read: {error}") from None
+        seconds = seconds // 1000 if seconds >= MOST_SECONDS else seconds
+        rows.append((users.setdefault(str(user), len(users)), items.setdefault(str(item), len(items)), seconds))
+    table = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
+    return packed(*table.unbind(1))
+
+
+def _file_of(path: Path) -> Path:
+    if path.is_file():
+        return path
+    found = [path / name for name in FILES if (path / name).is_file()]
+    if not found:
+        what = f"a folder without {', '.join(FILES)}; name its file" if path.is_dir() else "not there"
+        raise InvalidInput(f"{path} is {what}")
+    return found[0]
+
+
+def _fields(file: Path, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:
+    """Yields the fields of each event by their names in small letters."""
+    with _opened(file) as lines:
+        first = next(lines, "")
+        rest = chain([first], lines) if first else lines
+        if first.lstrip().startswith("{"):
+            for line in rest:
+                yield {str(name).lower(): value for name, value in json.loads(line).items()}
+            return
+        separator = "::" if "::" in first else "\t" if "\t" in first else ","
+        cells = (line.rstrip("\n").split("::") for line in rest) if separator == "::" else csv.reader(rest, delimiter=separator)
+        yield from _named(cells, file, columns, separator)
+
+
+def _opened(file: Path) -> IO[str]:
+    return gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
+
+
+def _named(
+    cells: Iterator[list[str]], file: Path, columns: Sequence[str] | None, separator: str
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    names = None if columns is None else [name.lower() for name in columns]
+    for n, row in enumerate(cells):
+        if n == 0 and names is None:
+            head = [cell.strip().lower() for cell in row]
+            if any(name in USERS for name in head):
+                names = head
+                continue
+            if separator == ",":
+                raise InvalidInput(
+                    f"{file} begins with {','.join(row)[:60]!r}, which is no head; name the columns, as in "
+                    "columns=('user', 'item', 'rating', 'timestamp')"
+                )
+            # MovieLens has these in all files without a head
+            names = ["user", "item", "rating", "timestamp"]
+        assert names is not None
+        if len(row) != len(names):
+            raise InvalidInput(f"{file}: event {n + 1} has {len(row)} fields; the columns are {', '.join(names)}")
+        yield dict(zip(names, row, strict=True))
+
+
+def _one(fields: dict[str, Any], names: Sequence[str]) -> Any:
+    return next((fields[name] for name in names if fields.get(name) is not None), None)

@@ -1,0 +1,110 @@
+"""Users' events from files of MovieLens's and Amazon's forms, the split, and histories with planted interests."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import rooftile as rt
+from rooftile.recommend.data import Events, packed, planted_events, read_events, without_last
+
+# user, item, rating, seconds; not in order
+RATINGS = [(7, 50, 5, 30), (3, 40, 4, 10), (7, 60, 1, 20), (3, 50, 3, 10), (7, 40, 4, 20)]
+DUE = Events(torch.tensor([0, 1, 2, 0, 1]), torch.tensor([0, 2, 5]), torch.tensor([10, 10, 20, 20, 30]), 3)
+
+
+def written(folder: Path, name: str) -> Path:
+    file = folder / name
+    lines = {
+        "ratings.dat": ["::".join(map(str, row)) for row in RATINGS],
+        "u.data": ["\t".join(map(str, row)) for row in RATINGS],
+        "ratings.csv": ["userId,movieId,rating,timestamp", *(",".join(map(str, row)) for row in RATINGS)],
+        "headless.csv": [f"{item},{user},{rating},{time}" for user, item, rating, time in RATINGS],
+        "reviews.jsonl": [
+            json.dumps({"reviewerID": f"A{user}", "asin": f"B{item}", "overall": rating, "unixReviewTime": time, "text": "{,}"})
+            for user, item, rating, time in RATINGS
+        ],
+        "reviews2023.jsonl.gz": [
+            json.dumps({"user_id": f"A{user}", "parent_asin": f"B{item}", "rating": rating, "timestamp": (10**9 + time) * 1000})
+            for user, item, rating, time in RATINGS
+        ],
+    }[name]
+    text = "\n".join(lines) + "\n"
+    if name.endswith(".gz"):
+        file.write_bytes(gzip.compress(text.encode()))
+    else:
+        file.write_text(text)
+    return file
+
+
+@pytest.mark.parametrize(
+    "name", ["ratings.dat", "u.data", "ratings.csv", "headless.csv", "reviews.jsonl", "reviews2023.jsonl.gz"]
+)
+def test_files_of_all_forms(tmp_path: Path, name: str) -> None:
+    file = written(tmp_path, name)
+    columns = ("item", "user", "rating", "timestamp") if name == "headless.csv" else None
+    found = read_events(tmp_path if name in ("ratings.dat", "u.data", "ratings.csv") else file, columns=columns)
+    # users and items are numbered as they come
+    by_user = [[(int(t) % 10**9, int(i)) for t, i in zip(one.times, one.items, strict=True)] for one in map(found.of, range(2))]
+    assert sorted(map(len, by_user)) == [2, 3]
+    assert found.item_count == 3
+    long = max(by_user, key=len)
+    # user 7 saw 60, 40 and then 50; 50 came first in the file, then 40, then 60
+    assert long == [(20, 2), (20, 1), (30, 0)]
+    assert len(read_events(file, columns=columns, least_rating=4).items) == 3
+
+
+def test_users_and_items_are_numbered_and_sorted() -> None:
+    users, items, _, times = (torch.tensor(column) for column in zip(*RATINGS, strict=True))
+    found = packed(users, items, times)
+    assert all(torch.equal(x, y) for x, y in zip(found[:3], DUE[:3], strict=True))
+    assert found.item_count == 3
+
+
+def test_the_last_event_of_each_user_is_held_out() -> None:
+    events = Events(torch.tensor([4, 2, 3, 1]), torch.tensor([0, 1, 1, 4]), torch.arange(4), 5)
+    before, users, due = without_last(events)
+    assert before.items.tolist() == [4, 2, 3]
+    assert before.cu.tolist() == [0, 1, 1, 3]
+    assert (users.tolist(), due.tolist()) == ([2], [1])
+    last = events.last(2)
+    assert (last.items.tolist(), last.cu.tolist()) == ([4, 3, 1], [0, 1, 1, 3])
+
+
+BAD = {
+    "no file": ("nothing", None, None, "is not there"),
+    "an empty folder": (".", None, None, "is a folder without ratings.dat, ratings.csv, u.data"),
+    "no head": ("x.csv", "1,2,3,4\n", None, "which is no head; name the columns"),
+    "fields": ("x.csv", "1,2,3\n", ("user", "item", "rating", "timestamp"), "event 1 has 3 fields"),
+    "a time": ("x.csv", "user,item,timestamp\n1,2,3\n1,2,soon\n", None, "event 2 cannot be read: could not convert"),
+    "no time": ("x.jsonl", '{"user": 1, "item": 2}\n', None, "event 1 cannot be read: it has no user, item or timestamp"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_files_that_cannot_be_read(tmp_path: Path, what: str) -> None:
+    name, text, columns, due = BAD[what]
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(rt.InvalidInput, match=due):
+        read_events(tmp_path / name, columns=columns)
+
+
+def test_planted_events_follow_from_the_event_at_their_distance() -> None:
+    found = planted_events(20, 200, distances=(2, 10, 100), generator=torch.Generator().manual_seed(0))
+    groups, distance = (x.view(20, 200) for x in (found.events.items // 20, found.distance))
+    users, places = distance.nonzero(as_tuple=True)
+    back = distance[users, places]
+    assert torch.equal(groups[users, places], groups[users, places - back])
+    # a sign of the distance stands before each, and nowhere else
+    signs = {2: 50, 10: 51, 100: 52}
+    assert groups[users, places - 1].tolist() == [signs[int(d)] for d in back]
+    assert int((groups >= 50).sum()) == len(users)
+    assert {int(d) for d in back} == {2, 10, 100}
+    assert int(found.events.items.max()) < found.events.item_count == 53 * 20
+    with pytest.raises(rt.InvalidInput, match="numbers of 2 to 9"):
+        planted_events(2, 10, distances=(10,))
