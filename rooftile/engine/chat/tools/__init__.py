@@ -7,6 +7,6 @@ json_calls  calls that are JSON objects
 beginnings  finds where a call begins
 grammar     the grammar of calls; schema_types and python_values for values that are no JSON
 constraint  how answers with tools are held to it
-hermes, llama_json, mistral, qwen_xml, listed, deepseek, pythonic   the syntaxes
+hermes, llama_json, mistral, qwen_xml, glm, listed, deepseek, pythonic   the syntaxes; tagged for two of them
 choose      the choice of one by the chat template
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rooftile.engine.chat.harmony.form import HarmonyForm
 from rooftile.engine.chat.harmony.reader import HarmonyReader
 from rooftile.engine.chat.tools.deepseek import CALLS, DeepseekForm, DeepseekReader
+from rooftile.engine.chat.tools.glm import GlmForm, GlmReader
 from rooftile.engine.chat.tools.hermes import HermesForm, HermesReader
 from rooftile.engine.chat.tools.listed import GraniteForm, GraniteReader, PhiForm, PhiReader
 from rooftile.engine.chat.tools.llama_json import LlamaJsonForm, LlamaJsonReader
@@ -44,6 +45,7 @@ _ALL = (
         "qwen3_coder", QwenXmlReader, lambda template: "<tool_call>\n<function=" in _plain(template), QwenXmlForm(),
         ("qwen3_xml",),
     ),
+    Syntax("glm45", GlmReader, lambda template: "<tool_call>" in template and "<arg_key>" in template, GlmForm(), ("glm47",)),
     Syntax(
         "pythonic", PythonicReader, lambda template: any(sign in template for sign in PYTHONIC_SIGNS), PythonicForm(),
         ("llama4_pythonic",),

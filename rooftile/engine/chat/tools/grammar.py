@@ -135,17 +135,20 @@ class CallRules:
         more = f' ({self.space} "," {self.space} {item})*' if several else ""
         return f'"[" {self.space} {item}{more} {self.space} "]"'
 
-    def up_to(self, end: str, most: int | None = None) -> str:
+    def up_to(self, end: str, most: int | None = None, *, own_lines: bool = False) -> str:
         """Adds the rule of a text up to its end, which is part of it; returns its name.
 
         Args:
-            end: the text that ends it.
+            end: the mark that ends it.
             most: the most characters; None for any number.
+            own_lines: whether a line break on both sides is no part of the text.
         """
-        # a line break on both sides is no part of the text
-        pattern = r"/(.|\n)*/" if most is None else rf"/\n?(.|\n){{0,{most}}}\n?/"
-        text = self.rule(pattern, name=self.fresh_name().upper())
-        return self.rule(f"{text} {written(end)}", name=f"{self.fresh_name()}[lazy]").removesuffix("[lazy]")
+        line = r"\n?" if own_lines else ""
+        pattern = r"/(.|\n)*/" if most is None else rf"/{line}(.|\n){{0,{most}}}{line}/"
+        text, mark = self.rule(pattern, name=self.fresh_name().upper()), self.mark(end)
+        # no text has an added token in it; any other end is the first one
+        lazy = "" if mark != written(end) else "[lazy]"
+        return self.rule(f"{text} {mark}", name=self.fresh_name() + lazy).removesuffix(lazy)
 
     def check_strict(self, tool: Tool, schema: Any, known: Collection[str]) -> None:
         """Raises InvalidInput for a strict function with a schema that says more than this syntax's grammar follows.

@@ -91,6 +91,13 @@ def _bare(name: str, arguments: dict[str, Any]) -> str:
     return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
 
 
+def _keys(name: str, arguments: dict[str, Any], line: str = "") -> str:
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    pairs = "".join(f"<arg_key>{key}</arg_key>{line}<arg_value>{text}</arg_value>{line}" for key, text in texts.items())
+    return f"<tool_call>{name}{line}{pairs}</tool_call>"
+
+
+_GLM = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _ALL, _END_OF_ALL = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _DEEPSEEK = (_ALL, _END_OF_ALL, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>")
 W, A = _object("weather", CITY), _object("add", SUM)
@@ -140,6 +147,10 @@ CASES = (
     Case(
         "deepseek_v31", "<｜tool▁calls▁begin｜>", _DEEPSEEK, f"{_ALL}{_bare('weather', CITY)}{_END_OF_ALL}",
         f"{_ALL}{_bare('weather', CITY)}{_bare('add', SUM)}{_END_OF_ALL}", len(_ALL),
+    ),
+    Case(
+        "glm45", "<tool_call><arg_key>", _GLM, _keys("weather", CITY, "\n"), f"{_keys('weather', CITY)}\n{_keys('add', SUM)}",
+        len("<tool_call>"),
     ),
     Case(
         "pythonic", "[func_name1(", (), "[weather(city='Kiel', days=2)]",

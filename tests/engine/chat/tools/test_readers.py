@@ -12,9 +12,19 @@ from rooftile.engine.chat.tools.choose import NAMES
 from rooftile.engine.chat.tools.schema_types import value_of
 from tests.engine.chat.tools.reading import TOOLS, parts_of, said, texts
 
-HERMES, LLAMA, MISTRAL, QWEN, GRANITE, PHI, DEEPSEEK, PYTHONIC = (
+HERMES, LLAMA, MISTRAL, QWEN, GRANITE, PHI, DEEPSEEK, PYTHONIC, GLM = (
     NAMES[name].reader
-    for name in ("hermes", "llama3_json", "mistral", "qwen3_coder", "granite", "phi4_mini_json", "deepseek_v3", "pythonic")
+    for name in (
+        "hermes",
+        "llama3_json",
+        "mistral",
+        "qwen3_coder",
+        "granite",
+        "phi4_mini_json",
+        "deepseek_v3",
+        "pythonic",
+        "glm45",
+    )
 )
 ARGUMENTS = '{"city": "Kiel }\\" \\\\", "days": 2}'
 OBJECT = '{"name": "weather", "arguments": ' + ARGUMENTS + "}"
@@ -35,6 +45,10 @@ PIECES = {
         "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
         "<｜tool▁sep｜>", "function", "weather", "\n", "```json", "```", ARGUMENTS, "Good day. ",
     ],
+    "glm45": [
+        "<tool_call>", "</tool_call>", "weather", "add", "\n", "<arg_key>city</arg_key>", "<arg_key>", "days", "</arg_key>",
+        "<arg_value>", "2", "</arg_value>", "Kiel", "Good day. ",
+    ],
     "pythonic": [
         "[", "]", "weather(", "add(", ")", ", ", 'city="Ki, el)"', "city='Kiel'", "days=2", "units={'a': [None, True]}", "=", "(",
         "<|tool_call_start|>", "<|tool_call_end|>", "<|python_start|>", "'", "\\", "Good day. ",
@@ -43,6 +57,10 @@ PIECES = {
 }  # fmt: skip
 CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEP = PIECES["deepseek_v3"][:5]
 FENCED = f"{CALL_BEGIN}function{SEP}weather\n```json\n{ARGUMENTS}\n```{CALL_END}"
+TAGS = (
+    '<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Kiel }" \\</arg_value>\n<arg_key>days</arg_key>\n'
+    "<arg_value>2</arg_value>\n</tool_call>"
+)
 PYTHON = "weather( city = 'Kiel }\" \\\\', days=2 )"
 XML = (
     '<tool_call>\n<function=weather>\n<parameter=city>\nKiel }" \\\n</parameter>\n<parameter=days>\n2\n</parameter>\n'
@@ -109,6 +127,8 @@ CASES = [
     (QWEN, f"Look.\n{XML}\n{XML}", "Look.", 2),
     (QWEN, f"{XML[12:-13]} Done", " Done", 1),
     (QWEN, XML.replace("\n2\n", "2").replace("<parameter=days>", "\n<parameter=days> "), "", 1),
+    (GLM, f"Look.\n{TAGS}\n{TAGS}", "Look.", 2),
+    (GLM, TAGS.replace("\n", "") + "Done", "Done", 1),
     (PYTHONIC, "[weather(city='Kiel }\" \\\\', days=2)]", "", 1),
     (PYTHONIC, f"[{PYTHON}, {PYTHON}]", "", 2),
     (PYTHONIC, f"I look: <|tool_call_start|>[ {PYTHON} ]<|tool_call_end|>Done", "I look:Done", 1),
@@ -147,6 +167,7 @@ def test_calls(reader, text, content, count) -> None:
         (QWEN, "if a <functions: b", None),
         (GRANITE, "<|tool_call|> none", " none"),
         (PYTHONIC, "[1, 2]", None),
+        (GLM, "a <tool_call>b c</tool_call>", None),
         (PYTHONIC, "[wither(city='x')]", None),
         (PYTHONIC, "So [weather(city='x')]", None),
         (PYTHONIC, "[weather", None),
@@ -183,6 +204,8 @@ def test_what_is_no_call_is_content(reader, text, content) -> None:
         (PYTHONIC, "[add(a=1e999)]", '{"a": '),
         (PYTHONIC, "[add(a={1: 2})]", '{"a": '),
         (PYTHONIC, "[add(a=b'x')]", '{"a": '),
+        (GLM, "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>x\n</arg_v", '{"a": "x\\n'),
+        (GLM, "<tool_call>add<arg_key>a</arg_key>1</tool_call>", ""),
         (GRANITE, '<|tool_call|>[{"name": "add", "arguments": {"a"', '{"a"'),
         (DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}function{SEP}add\n```json\n{{", "{"),
         (DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}add{SEP}{{}}and{CALLS_END}", "{}"),

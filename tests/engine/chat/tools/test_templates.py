@@ -36,9 +36,10 @@ DUE = {
     "deepseek-ai-DeepSeek-V3.1": "deepseek_v31", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B": "deepseek_v3",
     "llama-cpp-deepseek-r1": "deepseek_v3",
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "qwen3_coder", "Qwen3-Coder": "qwen3_coder", "Qwen3.5-4B": "qwen3_coder",
-    "StepFun3.5-Flash": "qwen3_coder", "LFM2.5-8B-A1B": "pythonic",
+    "StepFun3.5-Flash": "qwen3_coder", "LFM2.5-8B-A1B": "pythonic", "GLM-4.6": "glm45",
+    "GLM-4.7-Flash": "glm45", "inclusionai-ling-3.0-flash": "glm45", "poolside-Laguna-XS.2": "glm45", "Spark2.5": "glm45",
     # these write calls in ways of their own
-    "GLM-4.6": None, "unsloth-Apriel-1.5": None,
+    "unsloth-Apriel-1.5": None,
     "google-gemma-2-2b-it": None,
 }  # fmt: skip
 
