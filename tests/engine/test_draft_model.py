@@ -245,7 +245,7 @@ def test_what_does_not_go_together_is_refused(peers, with_text: Path, tmp_path: 
         drafted(peers("llama").folder, peers("mamba2").folder, **ROOM)
     with pytest.raises(InvalidInput, match="nowhere is not a folder"):
         drafted(peers("llama").folder, tmp_path / "nowhere", **ROOM)
-    with pytest.raises(InvalidInput, match=r"the model 3\.5; must be a smaller"):
+    with pytest.raises(InvalidInput, match=r"the model 3\.5; must be a folder"):
         drafted(peers("llama").folder, 3.5, **ROOM)
     for kind, said in (("unigram", "has another tokenizer than the model"), ("byte_level", None)):
         folder = tmp_path / kind
@@ -264,7 +264,7 @@ def test_what_does_not_go_together_is_refused(peers, with_text: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
-        ("draft", InvalidInput, 'the method "draft" and the model None'), ({"model": 3}, InvalidInput, "the model 3; must be"),
+        ("draft", InvalidInput, "the method 'draft' and the model None"), ({"model": 3}, InvalidInput, "the model 3; must be"),
         ({"model": "a", "longest": 3}, InvalidInput, "longest = 3 and a draft model"),
         ({"model": "a", "method": "lookup"}, InvalidInput, "a model, a, and the method"),
         ({"model": "a", "tokens": 32}, InvalidInput, "tokens = 32"), ({"model": "a", "quick": 1}, InvalidInput, "has 'quick'"),
