@@ -228,7 +228,10 @@ def _draft_of(
         return None
     draft = asked.model
     if isinstance(draft, str | Path):
-        draft = find_folder(draft, download=config.download)
+        try:
+            draft = find_folder(draft, download=config.download)
+        except InvalidInput as error:
+            raise InvalidInput(f"of the draft model: {error}") from error
     elif not isinstance(draft, Decoder | ModelConfig):
         raise InvalidInput(f"speculative has the model {repr(draft)[:60]}; must be a folder, a name on the Hub, or a decoder")
     head = plan_head(draft, shape) if isinstance(draft, Path) and is_head(draft) else None
