@@ -490,7 +490,12 @@ class LLM:
         """Captures CUDA graphs and answers one prompt, so that the first request waits for neither."""
         with current_device(self.pages.storage.device):
             self.engine.runner.capture()
-        self.generate([[0] * min(64, self.engine.max_len - 2)], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+        # a draft model reads the prompt behind its first token, and drafts where more than one token is left
+        tokens, speculator = 2 if self.engine.runner.draft is None else 8, self.engine.speculator
+        prompt = [0] * max(1, min(64, self.engine.max_len - tokens))
+        self.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True), use_tqdm=False)
+        if speculator is not None:
+            speculator.forget()
         self.engine.pool.forget_prefixes()
 
     def _embeds(self) -> EmbeddingModel:

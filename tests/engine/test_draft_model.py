@@ -64,7 +64,16 @@ def draft(peers) -> Decoder:
     return loosened(Decoder.from_folder(peers("llama").folder), 0.05)
 
 
-@pytest.mark.parametrize(("how", "ahead"), [*((how, False) for how in SETTINGS), *((how, True) for how in AHEAD)])
+SWEPT = ("contiguous", "in chunks")
+
+
+@pytest.mark.parametrize(
+    ("how", "ahead"),
+    [
+        *(pytest.param(how, False, marks=[pytest.mark.sweep] * (how in SWEPT)) for how in SETTINGS),
+        *((how, True) for how in AHEAD),
+    ],
+)
 def test_tokens_are_those_without_drafts(how: str, ahead: bool, peers, plain, draft) -> None:
     """Whatever is asked for: sampled, with penalties, logprobs, stops, several answers, a beam search, in chunks, preempted."""
     llm = drafted(peers("llama").folder, draft, **SETTINGS[how])
@@ -85,7 +94,9 @@ def test_tokens_are_those_without_drafts(how: str, ahead: bool, peers, plain, dr
 EASY = ({"temperature": 0}, {"seed": 1, "top_k": 20}, {"seed": 2, "n": 3, "temperature": 0.7, "top_p": 0.95}, {"seed": 3})
 
 
-@pytest.mark.parametrize("how", [*SETTINGS, "ahead"])
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.sweep] * (how == "contiguous")) for how in [*SETTINGS, "ahead"]]
+)
 def test_a_model_accepts_all_of_its_own_guesses(how: str, peers) -> None:
     """Only if its keys as a draft are those of the accepted tokens: after drafts, forks, prefixes that are found, preemption."""
     settings = SETTINGS.get(how, ROOM)
