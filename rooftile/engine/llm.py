@@ -127,7 +127,7 @@ class LLM:
             before, and checks several guessed tokens in one step. The tokens are those that come without, up to rounding. A
             dictionary says more: {"method": "lookup", "tokens": the most that are guessed at a time, "longest" and "shortest":
             how many last tokens are looked for, "max_batch": the most answers with guesses}. {"model": a smaller model of the
-            same tokenizer, "tokens": ...} has that model guess. None computes tokens one by one.
+            same tokenizer, or a head of EAGLE-3, "tokens": ...} has that guess. None computes tokens one by one.
 
     vLLM's names kv_cache_dtype, max_num_batched_tokens, num_gpu_blocks_override, max_loras and max_lora_rank are taken too; its
     other keywords are refused one by one, with the reason, unless they ask for what happens anyway.
@@ -490,7 +490,12 @@ class LLM:
         """Captures CUDA graphs and answers one prompt, so that the first request waits for neither."""
         with current_device(self.pages.storage.device):
             self.engine.runner.capture()
-        self.generate([[0] * min(64, self.engine.max_len - 2)], SamplingParams(max_tokens=2, ignore_eos=True), use_tqdm=False)
+        # a draft model reads the prompt behind its first token, and drafts where more than one token is left
+        tokens, speculator = 2 if self.engine.runner.draft is None else 8, self.engine.speculator
+        prompt = [0] * max(1, min(64, self.engine.max_len - tokens))
+        self.generate([prompt], SamplingParams(max_tokens=tokens, ignore_eos=True), use_tqdm=False)
+        if speculator is not None:
+            speculator.forget()
         self.engine.pool.forget_prefixes()
 
     def _embeds(self) -> EmbeddingModel:

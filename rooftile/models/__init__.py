@@ -6,6 +6,7 @@ and a small one to train.
 
 config          `ModelConfig`; `families` has an entry for each architecture
 decoder         `Decoder`
+drafts          heads that draft for a decoder: EAGLE-3
 encoders        `Encoder`: BERT, XLM-R, ModernBERT
 delta           layers with a gated delta net
 latent          layers with multi-head latent attention

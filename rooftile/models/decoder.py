@@ -159,7 +159,10 @@ class Decoder(nn.Module):
         random_weights.fill(decoder, config, placement, generator)
         return decoder
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, multiply: Multiply = linear) -> Tensor:
+    def forward(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, multiply: Multiply = linear,
+        streams: dict[int, Tensor | None] | None = None,
+    ) -> Tensor:  # fmt: skip
         """Returns the hidden states (total, hidden) after the last norm.
 
         Args:
@@ -167,6 +170,7 @@ class Decoder(nn.Module):
             positions: their positions in their sequences, (total,) int64.
             attend: mixes the tokens of each layer.
             multiply: computes the linear projections; `rooftile.fused.linear` is the batch-invariant one.
+            streams: layers, for each of which it gets the residual stream (total, hidden) that reaches the layer.
         """
         stream = self.embedding.index_select(0, tokens)
         if self.config.embedding_scale is not None:
@@ -184,6 +188,9 @@ class Decoder(nn.Module):
         if self.config.wide_stream:
             stream = stream.float()
         for n, (layer, next_norm) in enumerate(zip(layers, following, strict=True)):
+            if streams is not None and n in streams:
+                # the stream is updated in place
+                streams[n] = stream.clone()
             x, post = layer.mix(n, x, rotations[n], attend, multiply), layer.mixer_post_norm
             if layer.feed_forward is not None:
                 x, stream = _added(x, stream, layer.ffn_norm, post, layer.feed_forward.rows(stream))

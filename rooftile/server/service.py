@@ -46,7 +46,7 @@ class Service:
     def __init__(self, settings: ServerSettings, start_engines: Callable[[], Engines] | None = None) -> None:
         self.settings = settings
         self._start_engines = start_engines or self._replicas
-        self.metrics = Metrics(settings.metrics_prefix, settings.served_model_name)
+        self.metrics = Metrics(settings.metrics_prefix, settings.served_model_name, settings.engine.get("speculative"))
         self.bodies = Bodies(settings.max_body)
         self.admission = Admission(settings.max_waiting, settings.max_waiting_tokens, settings.max_per_key)
         self.engines: Engines | None = None

@@ -34,7 +34,7 @@ SETTINGS: dict[str, Any] = {
     "three at once, small blocks": ROOM | {"max_num_seqs": 3, "block_size": 8, "max_batched_tokens": 40},
     "contiguous": ROOM | {"allocator": "contiguous", "num_blocks": 40},
 }
-AHEAD = ("together", "preempted")
+AHEAD = ("preempted",)
 # each kind of request twice
 COUNT = 26
 
@@ -64,7 +64,16 @@ def draft(peers) -> Decoder:
     return loosened(Decoder.from_folder(peers("llama").folder), 0.05)
 
 
-@pytest.mark.parametrize(("how", "ahead"), [*((how, False) for how in SETTINGS), *((how, True) for how in AHEAD)])
+SWEPT = ("contiguous", "in chunks")
+
+
+@pytest.mark.parametrize(
+    ("how", "ahead"),
+    [
+        *(pytest.param(how, False, marks=[pytest.mark.sweep] * (how in SWEPT)) for how in SETTINGS),
+        *((how, True) for how in AHEAD),
+    ],
+)
 def test_tokens_are_those_without_drafts(how: str, ahead: bool, peers, plain, draft) -> None:
     """Whatever is asked for: sampled, with penalties, logprobs, stops, several answers, a beam search, in chunks, preempted."""
     llm = drafted(peers("llama").folder, draft, **SETTINGS[how])
@@ -85,7 +94,9 @@ def test_tokens_are_those_without_drafts(how: str, ahead: bool, peers, plain, dr
 EASY = ({"temperature": 0}, {"seed": 1, "top_k": 20}, {"seed": 2, "n": 3, "temperature": 0.7, "top_p": 0.95}, {"seed": 3})
 
 
-@pytest.mark.parametrize("how", [*SETTINGS, "ahead"])
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=[pytest.mark.sweep] * (how == "contiguous")) for how in [*SETTINGS, "ahead"]]
+)
 def test_a_model_accepts_all_of_its_own_guesses(how: str, peers) -> None:
     """Only if its keys as a draft are those of the accepted tokens: after drafts, forks, prefixes that are found, preemption."""
     settings = SETTINGS.get(how, ROOM)
@@ -243,9 +254,9 @@ def test_the_same_bits_under_deterministic(peers, draft) -> None:
 def test_what_does_not_go_together_is_refused(peers, with_text: Path, tmp_path: Path) -> None:
     with pytest.raises(Unsupported, match="draft model has layers of the kind 'mamba2', which cannot take back"):
         drafted(peers("llama").folder, peers("mamba2").folder, **ROOM)
-    with pytest.raises(InvalidInput, match="nowhere is not a folder"):
+    with pytest.raises(InvalidInput, match=r"of the draft model: .*nowhere is not a folder"):
         drafted(peers("llama").folder, tmp_path / "nowhere", **ROOM)
-    with pytest.raises(InvalidInput, match=r"the model 3\.5; must be a smaller"):
+    with pytest.raises(InvalidInput, match=r"the model 3\.5; must be a folder"):
         drafted(peers("llama").folder, 3.5, **ROOM)
     for kind, said in (("unigram", "has another tokenizer than the model"), ("byte_level", None)):
         folder = tmp_path / kind
@@ -264,7 +275,7 @@ def test_what_does_not_go_together_is_refused(peers, with_text: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("given", "kind", "said"),
     [
-        ("draft", InvalidInput, 'the method "draft" and the model None'), ({"model": 3}, InvalidInput, "the model 3; must be"),
+        ("draft", InvalidInput, "the method 'draft' and the model None"), ({"model": 3}, InvalidInput, "the model 3; must be"),
         ({"model": "a", "longest": 3}, InvalidInput, "longest = 3 and a draft model"),
         ({"model": "a", "method": "lookup"}, InvalidInput, "a model, a, and the method"),
         ({"model": "a", "tokens": 32}, InvalidInput, "tokens = 32"), ({"model": "a", "quick": 1}, InvalidInput, "has 'quick'"),

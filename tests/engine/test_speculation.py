@@ -257,7 +257,7 @@ def test_a_large_batch_has_none(peers) -> None:
         ({"tokens": 0}, InvalidInput, "tokens = 0; must be a whole number from 1 to 31"),
         ({"tokens": True}, InvalidInput, "tokens = True"), ({"speed": 2}, InvalidInput, "has 'speed'; may have method"),
         ({"shortest": 5}, InvalidInput, "shortest = 5 and longest = 4"), ("{", InvalidInput, "which is no JSON"),
-        ({"method": "eagle3"}, Unsupported, 'the method "eagle3"'), ({"max_batch": "all"}, InvalidInput, "max_batch = 'all'"),
+        ({"method": "mtp"}, Unsupported, 'the method "mtp"'), ({"max_batch": "all"}, InvalidInput, "max_batch = 'all'"),
     ],
 )  # fmt: skip
 def test_wrong_settings_get_a_sentence(given: object, kind: type[Exception], said: str) -> None:

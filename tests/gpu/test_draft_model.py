@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rooftile.engine.steps import graphs
 from rooftile.models import Decoder
 from tests.engine.asking import ROOM, assert_clean, prompts
 from tests.engine.test_draft_model import ALWAYS
+from tests.engine.test_eagle3 import Pair
 from tests.engine.test_speculation import asked_params, told
 from tests.gpu.test_speculation import decoder_of
 
@@ -75,3 +77,26 @@ def test_the_drafts_steps_are_graphs_that_were_captured_before(monkeypatch) -> N
     assert len(seen) > 20
     assert len(runner._graphs._graphs) == captured
     assert llm.engine.speculator.counts["accepted"] > 100
+
+
+@pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}, {"num_blocks": 14}], ids=str)
+def test_a_head_of_eagle3_in_graphs(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Its guesses are those without graphs, and answers those without drafts."""
+    pair = Pair(tmp_path)
+    params = [SamplingParams(temperature=n % 2, seed=n, max_tokens=30, ignore_eos=True) for n in range(24)]
+    due = LLM(pair.folder, dtype="fp32", **ROOM).generate(prompts(24), params)
+    llm = LLM(pair.folder, dtype="fp32", speculative={"model": pair.head, "max_batch": 9}, max_num_seqs=8, **ROOM | settings)
+    drafter, seen = llm.engine.speculator.drafter, list[tuple[list[int], list[int]]]()
+    guess = drafter.guess
+
+    def watched(asked: Any, entries: Any) -> Any:
+        found = guess(asked, entries)
+        seen.extend((answer.ids.copy(), tokens) for answer, tokens in found.items() if not answer.request.params.temperature)
+        return found
+
+    drafter.guess = watched
+    found = llm.generate(prompts(24), params)
+    assert sum(a == b for a, b in zip(told(found), told(due), strict=True)) >= 23
+    assert len(seen) > 30
+    assert sum(tokens == pair.guesses(ids, len(tokens)) for ids, tokens in seen) >= 0.95 * len(seen)
+    assert_clean(llm)

@@ -24,8 +24,8 @@ class DraftReads:
         # what `BlockPool.takes` was when it was read
         self._taken = [0] * pool.total
 
-    def known(self, answer: Answer) -> int:
-        """Returns how many of an answer's first tokens need not be read again; its last one is always left."""
+    def known(self, answer: Answer, total: int) -> int:
+        """Returns how many of an answer's first `total` tokens need not be read again; the last one is always left."""
         assert answer.table is not None
         blocks, size, read = answer.table.blocks, self._pool.size, answer.read_by_draft
         for place in count(read // size):
@@ -34,7 +34,7 @@ class DraftReads:
             if tokens < size:
                 break
         answer.read_by_draft = read
-        return min(read, len(answer.ids) - 1)
+        return min(read, total - 1)
 
     def note(self, answer: Answer, length: int) -> None:
         """Takes notice that the first `length` tokens of an answer are read, and what was behind them is not."""

@@ -46,6 +46,10 @@ class Forecast:
         self.accepted = EXPECTED
         """The share of the drafted tokens that are accepted, of late."""
 
+    def forget(self) -> None:
+        """Forgets the drafts so far."""
+        self.accepted = EXPECTED
+
     def note(self, drafted: int, accepted: int) -> None:
         """Takes notice of a draft, and of how many of its tokens were accepted."""
         # tokens behind the first that was refused say nothing

@@ -15,13 +15,13 @@ MOST_TOKENS = 31
 LONGEST_GRAM = 8
 SHORTEST = 2
 # the most tokens of a draft, where nothing is said
-USUAL = {"lookup": 15, "draft": 8}
-METHODS = ("lookup", "draft")
+USUAL = {"lookup": 15, "draft": 8, "eagle3": 5}
+METHODS = ("lookup", "draft", "eagle3")
 # vLLM's words for these
 SAME = {"ngram": "lookup", "draft_model": "draft"}
 LATER = {
-    name: f'speculative has the method "{name}"; has "lookup" and "draft" only'
-    for name in ("eagle", "eagle3", "mtp", "medusa", "deepseek_mtp")
+    name: f'speculative has the method "{name}"; has "lookup", "draft" and "eagle3" only'
+    for name in ("eagle", "mtp", "medusa", "deepseek_mtp")
 }
 # vLLM's words for the same
 RENAMED = {
@@ -36,8 +36,9 @@ class Speculation:
 
     Args:
         method: "lookup" guesses that the text goes on as it did where its last tokens occurred before, in prompt or answer;
-            "draft" has a smaller model guess.
-        model: the smaller model: a folder or a name on the Hub, a decoder, or a configuration, whose weights are random.
+            "draft" has a smaller model guess, and "eagle3" a head of EAGLE-3, which reads the model's hidden states.
+        model: the smaller model, or the head: a folder or a name on the Hub; of a model also a decoder, or a configuration, whose
+            weights are random.
         tokens: the most tokens of a draft.
         longest, shortest: the numbers of last tokens that are looked for, the longest first.
         max_batch: drafts are made while at most this many answers run; None where they pay, as predicted.
@@ -74,7 +75,7 @@ class Speculation:
         if method in LATER:
             raise Unsupported(LATER[method])
         if method not in METHODS:
-            raise InvalidInput(f'speculative has the method {method!r}; must be "lookup" or "draft"')
+            raise InvalidInput(f'speculative has the method {method!r}; must be "lookup", "draft" or "eagle3"')
         foreign = [name for name in asked if name not in cls.__dataclass_fields__]
         if foreign:
             raise InvalidInput(f"speculative has {foreign[0]!r}; may have {', '.join(cls.__dataclass_fields__)}")
@@ -97,10 +98,10 @@ class Speculation:
 
 def _check_model(asked: Mapping[str, Any]) -> None:
     """Refuses a method without its model, and settings of another method."""
-    model, drafts = asked.get("model"), asked["method"] == "draft"
+    model, drafts = asked.get("model"), asked["method"] != "lookup"
     if drafts and (model is None or isinstance(model, int | float | bytes | list | dict) or model == ""):
         raise InvalidInput(
-            f'speculative has the method "draft" and the model {model!r}; must be a smaller model\'s folder or name'
+            f"speculative has the method '{asked['method']}' and the model {model!r}; must be a folder, or a name on the Hub"
         )
     if not drafts and model is not None:
         raise InvalidInput(

@@ -40,6 +40,11 @@ class Speculator:
         self.most = 0
         """How many tokens at most are drafted for an answer in this step; 0 where drafts do not pay."""
 
+    def forget(self) -> None:
+        """Forgets what became of drafts so far."""
+        self.counts.clear()
+        self.forecast.forget()
+
     def begin_step(self, running: list[Request], budget: int) -> None:
         """Decides how long drafts may be in the next step.
 

@@ -22,6 +22,7 @@ from rooftile.engine.start.checkpoint import find_folder
 from rooftile.engine.start.tokenizers import check_draft_tokenizer
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.models import Decoder, ModelConfig
+from rooftile.models.drafts.files import HeadPlan, is_head, plan_head
 from rooftile.models.parts import deals_experts
 from rooftile.weights.files.plan import check_device, plan_of, quantiser_of
 
@@ -43,6 +44,7 @@ class Blueprint(NamedTuple):
         whole: the model that all ranks hold together.
         deal_experts: whether each of several ranks holds whole experts.
         draft: the draft model; None for none.
+        head: of a draft that is a head, its folder and what it reads of the model; None for a model by itself.
     """
 
     model: Model
@@ -55,6 +57,12 @@ class Blueprint(NamedTuple):
     whole: ModelConfig
     deal_experts: bool = False
     draft: Blueprint | None = None
+    head: HeadPlan | None = None
+
+    def bytes_beside(self) -> int:
+        """Returns the bytes that it keeps in each block as a draft model."""
+        keys = self.layout.block_bytes(self.config.cache_dtype(self.shape.dtype))
+        return keys if self.head is None else keys + self.config.block_size * self.shape.hidden * self.shape.dtype.itemsize
 
     @classmethod
     def of(cls, model: Model, config: EngineConfig, place: int = 0) -> Blueprint:
@@ -93,8 +101,7 @@ class Blueprint(NamedTuple):
         _check_drafts(mixers, shape, config)
         draft = _draft_of(model, config, device, shape, max_len)
         if draft is not None:
-            keys = draft.layout.block_bytes(draft.config.cache_dtype(draft.shape.dtype))
-            layout = replace(layout, drafted=keys)
+            layout = replace(layout, drafted=draft.bytes_beside())
         return cls(model, config, device, shape, max_len, mixers, layout, whole, deal_experts, draft)
 
 
@@ -221,14 +228,28 @@ def _draft_of(
         return None
     draft = asked.model
     if isinstance(draft, str | Path):
-        draft = find_folder(draft, download=config.download)
+        try:
+            draft = find_folder(draft, download=config.download)
+        except InvalidInput as error:
+            raise InvalidInput(f"of the draft model: {error}") from error
     elif not isinstance(draft, Decoder | ModelConfig):
         raise InvalidInput(f"speculative has the model {repr(draft)[:60]}; must be a folder, a name on the Hub, or a decoder")
-    check_draft_tokenizer(model, config, draft)
+    head = plan_head(draft, shape) if isinstance(draft, Path) and is_head(draft) else None
+    if head is not None:
+        # its weights are read when the model's embedding is there
+        draft = replace(head.config, dtype=shape.dtype)
+        if config.deterministic:
+            raise Unsupported(
+                "deterministic is True and a head of EAGLE-3 drafts, whose features are joined otherwise: leave one out"
+            )
+    elif asked.method == "eagle3":
+        raise InvalidInput(f"speculative has the method 'eagle3', and {draft} is no head of EAGLE-3: name it as a draft model")
+    else:
+        check_draft_tokenizer(model, config, draft)
     own = draft.config if isinstance(draft, Decoder) else ModelConfig.from_folder(draft) if isinstance(draft, Path) else draft
     settings = replace(
         config, speculative=None, adapters=None, max_adapters=None, max_adapter_rank=None, tokenizer=None, chat_template=None,
-        weights="auto", dtype="auto" if isinstance(draft, Decoder) else config.dtype, device=device,
+        weights="auto", dtype="auto" if isinstance(draft, Decoder) or head is not None else config.dtype, device=device,
         kv_dtype="fp8" if config.kv_dtype == "fp8" else "auto", num_blocks=None, max_model_len=min(max_len, own.max_len),
         **{name: SETTINGS[name].default for name in ("state_dtype", "state_every", "state_share")},
     )  # fmt: skip
@@ -242,7 +263,7 @@ def _draft_of(
                 f"the draft model has layers of the kind {found.shape.mixers[mixer.layers[0]]!r}, which cannot take back what a "
                 "refused token has left; give one with attention alone"
             )
-    return found
+    return found._replace(head=head)
 
 
 def _check_weights(model: Model, config: EngineConfig, device: torch.device) -> None:

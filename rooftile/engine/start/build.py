@@ -33,6 +33,8 @@ from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.context_share import ContextShare
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints.quantised import quantise_decoder
+from rooftile.models.drafts.eagle3 import Eagle3Head
+from rooftile.models.drafts.files import read_head
 from rooftile.models.placement import Placement
 from rooftile.models.projection import Projection
 from rooftile.weights.files.plan import quantiser_of
@@ -65,7 +67,7 @@ def build_runner(
     """
     config, layout, mixers = blueprint.config, blueprint.layout, blueprint.mixers
     decoder = load_decoder(blueprint, late)
-    draft = None if blueprint.draft is None else load_decoder(blueprint.draft)
+    draft = None if blueprint.draft is None else load_draft(blueprint.draft, decoder)
     # before memory is measured, and before any prompt
     adapters = adapters_for(decoder, blueprint)
     for mixer in mixers:
@@ -84,17 +86,30 @@ def build_runner(
     if group is not None and layout.ranks > 1:
         caches.share = ContextShare(group.rank, group.ranks, layout.size, group.stack, group.first)
     speculation = Speculation.of(config.speculative)
+    drafted = 0 if speculation is None else speculation.tokens
     runner = make(
         decoder, caches, mixers, fit.answers, max_len, graphs=not config.enforce_eager, deterministic=config.deterministic,
-        adapters=adapters, drafted=0 if speculation is None else speculation.tokens,
+        adapters=adapters, drafted=drafted,
     )  # fmt: skip
     if blueprint.draft is not None and draft is not None:
         own = allocate_caches(draft, blueprint.draft.layout, blueprint.draft.config, load, fit.blocks)
-        add_draft(runner, blueprint.draft, draft, own, fit.answers)
+        add_draft(runner, blueprint.draft, draft, own, fit.answers, drafted)
     if adapters is not None:
         # the decoder may be a caller's, who makes another engine of it
         weakref.finalize(runner, adapters.detach).atexit = False
     return runner, Sizes(load, fit.blocks, max_len)
+
+
+def load_draft(blueprint: Blueprint, decoder: Decoder) -> Decoder | Eagle3Head:
+    """Loads a draft model, or a head for a decoder that is there."""
+    if blueprint.head is None:
+        return load_decoder(blueprint)
+    compilation = start_compiling(blueprint)
+    try:
+        return read_head(blueprint.head, decoder.embedding)
+    finally:
+        if compilation is not None:
+            compilation.finish()
 
 
 class Sizes(NamedTuple):
@@ -195,7 +210,7 @@ def start_compiling(blueprint: Blueprint) -> Compilation | None:
 
 
 def count_blocks(
-    decoder: Decoder, blueprint: Blueprint, load: PeakLoad, group: RankGroup | None, draft: Decoder | None
+    decoder: Decoder, blueprint: Blueprint, load: PeakLoad, group: RankGroup | None, draft: Decoder | Eagle3Head | None
 ) -> memory.Fit:  # fmt: skip
     """Returns how many blocks and states the caches get; one sequence of the asked length fits into the blocks."""
     config, max_len, size = blueprint.config, blueprint.max_len, blueprint.layout.tokens
@@ -204,7 +219,8 @@ def count_blocks(
             decoder, blueprint.layout, blueprint.mixers, config.cache_dtype(decoder.embedding.dtype), load,
             utilization=config.gpu_memory_utilization, longest=max_len, num_blocks=config.num_blocks,
             state_share=config.state_share,
-            draft=None if draft is None or blueprint.draft is None else (draft, blueprint.draft.mixers),
+            # a head's step takes less memory than the model's
+            draft=(draft, blueprint.draft.mixers) if isinstance(draft, Decoder) and blueprint.draft is not None else None,
         )  # fmt: skip
     if config.num_blocks is None:
         fit = fit._replace(blocks=min(fit.blocks, *(mixer.most_blocks for mixer in blueprint.mixers)))
@@ -218,7 +234,9 @@ def count_blocks(
     return fit
 
 
-def allocate_caches(decoder: Decoder, layout: CacheLayout, config: EngineConfig, load: PeakLoad, num_blocks: int) -> Caches:
+def allocate_caches(
+    decoder: Decoder | Eagle3Head, layout: CacheLayout, config: EngineConfig, load: PeakLoad, num_blocks: int
+) -> Caches:
     """Allocates the memory of what the layers keep."""
     cached = config.cache_dtype(decoder.embedding.dtype)
     try:

@@ -27,6 +27,7 @@ from rooftile.engine.requests.request import Answer, Top
 from rooftile.engine.sampling.features import SamplingFeatures
 from rooftile.engine.sampling.sampler import MOST_NUMBERS, NOTHING, logprobs, sample
 from rooftile.engine.sampling.state import SamplingState, words_of
+from rooftile.engine.speculation.features import Features
 from rooftile.engine.steps.batch_invariant import TILE, row_by_row, tiles_of
 from rooftile.engine.steps.graphs import PLAIN, DecodeGraphs, most_rows
 from rooftile.engine.steps.rounds import Rounds, rounds_of
@@ -110,6 +111,9 @@ class Runner:
         beside: the runner of a larger model for which this one drafts: they have block tables and sampling parameters in common.
     """
 
+    behind = 1
+    """How far the token that a row draws is behind the row's position."""
+
     has_ranks = False
     """Whether other processes run its steps, too, and may end."""
 
@@ -146,6 +150,8 @@ class Runner:
             max_answers, decoder.config.vocab_size, always=SamplingFeatures(chance=self.table.is_cuda),
             all_chunks=deterministic, separates_prompts=self.layers.separates_prompts,
         )  # fmt: skip
+        self.features: Features | None = None
+        """Keeps hidden states of each token for a head that drafts; None without one."""
         self.draft: Runner | None = None
         """Runs a draft model, beside this one; None without one."""
         self.most_rows = most_rows(max_answers, drafted)
@@ -281,7 +287,8 @@ class Runner:
         A row with a position below 0 is padding.
         """
         size = self.size
-        tokens = torch.where(tokens >= 0, tokens, self.sampling.last.index_select(0, slots))
+        drawn = tokens < 0
+        tokens = torch.where(drawn, self.sampling.last.index_select(0, slots), tokens)
         places = positions.clamp(min=0)
         blocks, share = self.table[slots, places // size].long(), self.caches.share
         cells = blocks * size + places % size if share is None else share.cells(blocks, places)
@@ -291,9 +298,19 @@ class Runner:
         if split < len(tokens):
             single = self.table.index_select(0, slots[split:]), (positions[split:] + 1).int()
         rows = self.caches.rows
-        attend = self.layers.on(StepTokens(size, cells, positions, slots, self.table, chunks, single, on_host, rows, rounds))
+        step = StepTokens(size, cells, positions, slots, self.table, chunks, single, on_host, rows, rounds)
         with nullcontext() if self.adapters is None else self.adapters.reading(groups):
+            return self._compute(tokens, drawn, places, step)
+
+    def _compute(self, tokens: Tensor, drawn: Tensor, places: Tensor, step: StepTokens) -> Tensor:
+        """Returns the hidden states of tokens, of which those that are `drawn` were not known to the host."""
+        attend, features = self.layers.on(step), self.features
+        if features is None:
             hidden: Tensor = self.decoder(tokens, places, attend, self._multiply)
+            return hidden
+        streams: dict[int, Tensor | None] = dict.fromkeys(features.layers)
+        hidden = self.decoder(tokens, places, attend, self._multiply, streams)
+        features.write(streams, step.cells)
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -351,7 +368,7 @@ class Runner:
             ends = torch.arange(len(slots) + 1, dtype=torch.int32, device=self.device)
             chunks = Chunks(len(slots), self.table.index_select(0, slots), (positions + 1).int(), ends)
         logits = self._logits(self._forward(tokens, positions, slots, chunks, groups=groups))
-        return logits, self._sample(logits, slots, positions + 1, features)
+        return logits, self._sample(logits, slots, positions + self.behind, features)
 
     def _prompt_logprobs(self, step: Step, hidden: Tensor) -> list[tuple[Tensor, ...]]:
         """Computes the logprobs of prompt tokens, where they are asked for, from the hidden states before them."""

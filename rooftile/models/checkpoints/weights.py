@@ -86,7 +86,7 @@ def load(config: ModelConfig, places: Places, files: Iterable[Path], shares: Map
 
 def stored_in(config: ModelConfig, files: Iterable[Path], stack: ExitStack) -> dict[str, StoredTensor]:
     """Opens files, and returns their tensors by their names without prefix."""
-    found = _tensors([stack.enter_context(_opened(path)) for path in files], names_of(config))
+    found = _tensors([stack.enter_context(opened(path)) for path in files], names_of(config))
     if config.family == "nemotron_h":
         return by_layer(found, config.mixers, config.feed_forwards)
     return gpt_oss.rearranged(found) if config.family == "gpt_oss" else by_expert(found, config)
@@ -105,7 +105,8 @@ def matched(config: ModelConfig, places: dict[str, Tensor], found: dict[str, Sto
     return [(found[name], place) for name, place in places.items()]
 
 
-def _opened(path: Path) -> Any:
+def opened(path: Path) -> Any:
+    """Opens a safetensors file."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from rooftile.engine.requests.stats import EngineStats
+from rooftile.engine.speculation.settings import Speculation
 from rooftile.server.observe.log import AccessRecord
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -31,9 +32,10 @@ class Metrics:
     Args:
         prefix: the first word of each name.
         model: the name of the served model.
+        speculative: how the engine guesses tokens, a setting of `LLM`.
     """
 
-    def __init__(self, prefix: str, model: str) -> None:
+    def __init__(self, prefix: str, model: str, speculative: object = None) -> None:
         self._registry = CollectorRegistry()
         self._prefix = prefix
         self._model = model
@@ -57,6 +59,11 @@ class Metrics:
         self.drafted = self._counter("spec_decode_num_draft_tokens", "tokens that were drafted")
         self.accepted = self._counter("spec_decode_num_accepted_tokens", "drafted tokens that were accepted")
         self.draft_tokens = self._gauge("draft_tokens", "tokens that a draft may have now; 0 where drafts do not pay")
+        speculation = Speculation.of(speculative)
+        if speculation is not None:
+            said = "1 beside the method by which tokens are guessed"
+            method = Gauge(f"{prefix}:draft_method", said, [*_LABELS, "method"], registry=self._registry)
+            method.labels(model, speculation.method).set(1)
         self.replicas = [
             Gauge(f"{prefix}:replica_{name}", said, [*_LABELS, "replica"], registry=self._registry)
             for name, said in (
