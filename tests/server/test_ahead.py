@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import socket
+import struct
 
 import pytest
 
 from rooftile.server import limits
+from rooftile.server.http.protocol import BoundedProtocol
 from tests.server.listening import listening
 from tests.server.sockets import connect, send, status
 
@@ -55,3 +59,21 @@ def test_two_host_headers_are_refused(server) -> None:
     found = send(server, b"GET /health HTTP/1.1\r\nHost: evil.example\r\nHost: localhost\r\n\r\n", then_close=False)
     assert status(found) == 400
     assert b"2 Host headers" in found
+
+
+async def connections_left() -> int:
+    """Returns how many connections a server still has in memory when its client has read an answer and reset its own."""
+    async with listening() as (port, _):
+        made = await asyncio.to_thread(socket.create_connection, ("127.0.0.1", port))
+        made.sendall(LINE)
+        assert await asyncio.to_thread(made.recv, 4096)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        made.close()
+        await asyncio.sleep(0.2)
+        gc.collect()
+        return sum(type(each) is BoundedProtocol for each in gc.get_objects())
+
+
+def test_a_connection_that_was_reset_is_let_go() -> None:
+    """A timer of uvicorn would keep it for a minute."""
+    assert asyncio.run(connections_left()) == 0

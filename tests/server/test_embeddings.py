@@ -96,8 +96,8 @@ def test_prompts_and_long_texts(embedding: Server, place: Path) -> None:
 
 def test_openais_package(embedding: Server, due: torch.Tensor) -> None:
     openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=f"{embedding.url}/v1", api_key="none")
-    answer = client.embeddings.create(model="tiny", input=SHORT)
+    with openai.OpenAI(base_url=f"{embedding.url}/v1", api_key="none") as client:
+        answer = client.embeddings.create(model="tiny", input=SHORT)
     np.testing.assert_allclose(np.array([each.embedding for each in answer.data]), due, atol=1e-6)
 
 

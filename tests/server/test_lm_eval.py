@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rooftile import SamplingParams
+from tests.server.live import Server
 
 completions = pytest.importorskip("lm_eval.models.openai_completions", reason="lm-eval is not installed")
 from lm_eval.api.instance import Instance  # noqa: E402
@@ -35,9 +39,23 @@ def model_of(kind: str, server, folder, **more: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("more", [{"batch_size": 1}, {"batch_size": 4}], ids=str)
-def test_likelihoods_are_a_direct_computation(server, llm, folder, more) -> None:
-    model = model_of("LocalCompletionsAPI", server, folder, tokenizer_backend="huggingface", **more)
+@pytest.fixture(scope="module")
+def plain(folder: Path, tmp_path_factory):
+    """A server whose tokenizer puts no token before a text: lm-eval counts the tokens of texts without one."""
+    path = shutil.copytree(folder, tmp_path_factory.mktemp("plain") / "tiny")
+    file = path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))
+    with Server(path) as made:
+        yield made
+
+
+@pytest.mark.parametrize("tokenized", [True, False])
+@pytest.mark.parametrize("size", [1, 4])
+def test_likelihoods_are_a_direct_computation(server, plain, llm, folder, size: int, tokenized: bool) -> None:
+    """Of requests that are tokens, and of texts."""
+    more = {"batch_size": size, "tokenized_requests": tokenized}
+    asks = server if tokenized else plain
+    model = model_of("LocalCompletionsAPI", asks, folder, tokenizer_backend="huggingface", **more)
     tokens = [model._encode_pair(*pair) if pair[0] else ([model.prefix_token_id], model.tok_encode(pair[1])) for pair in PAIRS]
     found = model.loglikelihood(asked("loglikelihood", *PAIRS))
     for (sum_, greedy), (before, after) in zip(found, tokens, strict=True):
@@ -63,3 +81,49 @@ def test_chats_are_the_librarys(server, llm, folder) -> None:
     found = model.generate_until(asked("generate_until", *written))
     due = llm.chat(talks, SamplingParams(temperature=0, max_tokens=9, stop=["zz"]))
     assert found == [output.outputs[0].text for output in due]
+
+
+QUESTIONS = [
+    {"question": "The roof is", "choices": [" tiled", " a stream"], "answer": 0},
+    {"question": "A tile's edge", "choices": [" isn't its end", " stops"], "answer": 1},
+    {"question": "Grüße aus", "choices": [" Köln", " 1234"], "answer": 0},
+]
+
+
+def tasks_of(place: Path) -> list[dict[str, Any]]:
+    """A task of choices, and one of texts that must be equal, as task files have them."""
+    file = place / "questions.json"
+    file.write_text("\n".join(map(json.dumps, QUESTIONS)))
+    data = {
+        "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(file)}}, "test_split": "test",
+        "doc_to_text": "{{question}}", "num_fewshot": 0, "metadata": {"version": 1},
+    }  # fmt: skip
+    chosen = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}"}
+    written = {
+        "output_type": "generate_until", "doc_to_target": "{{choices[0]}}",
+        "generation_kwargs": {"until": ["zz"], "max_gen_toks": 6, "do_sample": False},
+    }  # fmt: skip
+    return [
+        data | chosen | {"task": "choices", "target_delimiter": "", "metric_list": [{"metric": "acc"}]},
+        data | written | {"task": "texts", "metric_list": [{"metric": "exact_match"}]},
+    ]
+
+
+def test_two_tasks_from_their_files_to_their_scores(server, llm, folder, tmp_path, monkeypatch) -> None:
+    pytest.importorskip("datasets", reason="lm-eval reads the data of its tasks with datasets")
+    evaluator = pytest.importorskip("lm_eval.evaluator")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    model = model_of("LocalCompletionsAPI", server, folder, tokenizer_backend="huggingface", batch_size=2)
+    found = evaluator.simple_evaluate(model, tasks=tasks_of(tmp_path), bootstrap_iters=0)
+    right = 0
+    for each in QUESTIONS:
+        pairs = [model._encode_pair(each["question"], choice) for choice in each["choices"]]
+        scores = [likelihood(llm, *pair)[0] for pair in pairs]
+        right += scores.index(max(scores)) == each["answer"]
+    assert found["results"]["choices"]["acc,none"] == pytest.approx(right / len(QUESTIONS))
+    params = SamplingParams(temperature=0, max_tokens=6, stop=["zz"])
+    prompts = [{"prompt_token_ids": model.tok_encode(each["question"])} for each in QUESTIONS]
+    texts = [output.outputs[0].text for output in llm.generate(prompts, params)]
+    assert [sample["resps"][0][0] for sample in found["samples"]["texts"]] == texts
+    equal = [text == each["choices"][0] for text, each in zip(texts, QUESTIONS, strict=True)]
+    assert found["results"]["texts"]["exact_match,none"] == sum(equal) / len(equal)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import re
 import time
 from collections.abc import AsyncGenerator, Callable
 from functools import partial
@@ -15,7 +13,6 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from rooftile import __version__
-from rooftile.server import limits
 from rooftile.server.engine.messages import Ready
 from rooftile.server.http import schema
 from rooftile.server.http.adapters import (
@@ -30,6 +27,7 @@ from rooftile.server.http.body import read_object
 from rooftile.server.http.embedding.routes import EmbeddingRoutes
 from rooftile.server.http.errors import HANDLERS, json_answer
 from rooftile.server.http.guard import Guard
+from rooftile.server.http.intake import Intake, unless_gone
 from rooftile.server.http.middleware import RequestMiddleware
 from rooftile.server.http.openai.chat_answers import message_of
 from rooftile.server.http.openai.complete_answers import CompleteAnswer, best
@@ -40,7 +38,7 @@ from rooftile.server.http.openai.generation import GenerationRequest, chat_reque
 from rooftile.server.http.openai.objects import Objects
 from rooftile.server.http.openai.template_options import template_options
 from rooftile.server.http.openai.token_ids import answer_ids, prompt_ids
-from rooftile.server.http.responder import Responder, late, unless_gone
+from rooftile.server.http.responder import Responder
 from rooftile.server.http.responses.call import ResponsesCall
 from rooftile.server.http.responses.store import ResponseStore
 from rooftile.server.http.sse import Chunks, EventStream, chunks_of, events_of
@@ -55,7 +53,6 @@ PAGE_FILES = {
     "/": ("index.html", "text/html"), "/page.css": ("page.css", "text/css"), "/icon.svg": ("icon.svg", "image/svg+xml"),
     **{f"/{name}.js": (f"{name}.js", "text/javascript") for name in ("page", "talk", "markdown", "live")},
 }  # fmt: skip
-_NUMBER = re.compile(r"(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?", re.ASCII | re.IGNORECASE)
 EMBEDS = "the model was read to embed texts and generates none; ask /v1/embeddings, /v1/rerank or /score"
 _POLICY = "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 
@@ -94,6 +91,7 @@ class Routes:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._intake = Intake(service)
         self._responses = ResponseStore()
         self.table: list[tuple[str, str, Callable[..., Any]]] = [
             ("POST", "/v1/completions", self.completions), ("POST", "/v1/chat/completions", self.chats),
@@ -105,7 +103,7 @@ class Routes:
             ("POST", "/ping", self.health), ("GET", "/version", self.version), ("GET", "/load", self.load),
             ("GET", "/metrics", self.metrics), ("GET", "/openapi.json", self.openapi),
             ("POST", "/v1/load_lora_adapter", self.load_adapter), ("POST", "/v1/unload_lora_adapter", self.unload_adapter),
-            *EmbeddingRoutes(service, self._check_model, _seconds).table,
+            *EmbeddingRoutes(service, self._intake).table,
             *(("GET", path, self.page) for path in PAGE_FILES),
         ]  # fmt: skip
         # routes without data of clients
@@ -146,7 +144,7 @@ class Routes:
         _, texts, ready = self._service.check()
 
         def read(given: dict[str, Any]) -> GenerationRequest:
-            self._check_model(given.get("model"))
+            self._intake.check_model(given.get("model"))
             return count_request(given, ready)
 
         generation = await read_object(request, self._service.bodies, read)
@@ -160,7 +158,7 @@ class Routes:
     async def model(self, request: Request) -> Response:
         """Describes the model, or an adapter."""
         name = request.path_params["name"]
-        self._check_model(name)
+        self._intake.check_model(name)
         return json_answer(next((each for each in self._service.adapter_facts() if each["id"] == name), self._service.facts()))
 
     async def load_adapter(self, request: Request) -> Response:
@@ -194,7 +192,7 @@ class Routes:
 
         def read(given: dict[str, Any]) -> DetokenizeForm:
             form = read_form(DetokenizeForm, given)
-            self._check_model(form.model)
+            self._intake.check_model(form.model)
             ids = form.tokens
             if not isinstance(ids, list) or not all(type(each) is int and 0 <= each < ready.vocabulary for each in ids):
                 raise Refusal("invalid_value", f"tokens must be a list of ids from 0 to {ready.vocabulary - 1}", param="tokens")
@@ -235,23 +233,14 @@ class Routes:
         _, _, ready = service.check()
         if ready.embedding is not None:
             raise Refusal("unsupported", EMBEDS)
-        deadline = asyncio.get_running_loop().time() + _seconds(request, service.settings.deadline_s)
-        # before a body is read and parsed for nothing
-        service.admission.check_room(access.key)
 
         def read_generation(given: dict[str, Any]) -> GenerationRequest:
-            self._check_model(given.get("model"))
             found = read(given, ready)
             name = given.get("model")
             found.adapter = name if isinstance(name, str) and name in service.adapters else None
             return found
 
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout_at(deadline):
-                generation = await read_object(request, service.bodies, read_generation)
-        except TimeoutError:
-            raise late(began) from None
+        generation, deadline = await self._intake.read(request, read_generation)
         if service.settings.log_prompts:
             access.prompt = str(generation.messages or generation.prompts)
         responder = Responder(service, generation, access, deadline)
@@ -275,16 +264,10 @@ class Routes:
     def _read_tokenize(self, given: dict[str, Any]) -> tuple[TokenizeForm, list[dict[str, Any]] | None]:
         """Returns the form of /tokenize, and its messages if it has some in place of a prompt."""
         form = read_form(TokenizeForm, given)
-        self._check_model(form.model)
+        self._intake.check_model(form.model)
         if (form.prompt is None) == (form.messages is None):
             raise Refusal("invalid_value", "the body must have a prompt or messages, and not both", param="prompt")
         return form, None if form.messages is None else read_messages(form.messages)
-
-    def _check_model(self, name: object) -> None:
-        own = self._service.settings.served_model_name
-        # a name of another type, or one that is too long, is refused with the other fields
-        if isinstance(name, str) and len(name) <= limits.NAME_CHARACTERS and name != own and name not in self._service.adapters:
-            raise Refusal("model_not_found", f"the model {name[:128]!r} is not served here; ask for {own!r}", param="model")
 
 
 async def whole(responder: Responder, objects: Objects) -> dict[str, Any]:
@@ -315,17 +298,3 @@ async def whole(responder: Responder, objects: Objects) -> dict[str, Any]:
     found = objects.whole(choices, responder.usage.object())
     # in vLLM's places
     return found | responder.listed(0) | prompt_ids(responder, 0) if generation.chat else found
-
-
-def _seconds(request: Request, most: float) -> float:
-    """Returns the seconds that a request may take: --deadline, or less if X-Request-Timeout says so."""
-    given = request.headers.getlist("x-request-timeout")
-    if not given:
-        return most
-    # not all that Python reads: its numbers may have underscores
-    seconds = float(given[0]) if len(given) == 1 and _NUMBER.fullmatch(given[0]) else 0.0
-    if not 0 < seconds < 1e7:
-        shown = ", ".join(given)[:40]
-        why = f"X-Request-Timeout is {shown!r}; must be one number of seconds above 0, and below 10,000,000"
-        raise Refusal("invalid_value", why)
-    return min(seconds, most)

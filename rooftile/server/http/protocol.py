@@ -53,6 +53,8 @@ class BoundedProtocol(HttpToolsProtocol):
             if not cycle.response_complete:
                 cycle.disconnected = True
                 cycle.message_event.set()
+        # uvicorn leaves its timer where a client has reset the connection, and with it the connection for the rest of its time
+        self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:

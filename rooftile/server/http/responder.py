@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Sequence
-from typing import Any, TypeVar
-
-from starlette.types import Receive
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 from rooftile.engine.chat.parts import Part
+from rooftile.engine.chat.tools.use import ToolUse
 from rooftile.errors import InvalidInput
 from rooftile.server import limits
 from rooftile.server.admission import Ticket
 from rooftile.server.engine.calls import EngineDown, EngineRefused, RemoteCall
 from rooftile.server.engine.messages import AnswerPiece, News
-from rooftile.server.http.body import ClientGone
-from rooftile.server.http.middleware import mistake
+from rooftile.server.http.intake import in_time, late, own_mistake
 from rooftile.server.http.openai.chat_answers import ChatReaders
 from rooftile.server.http.openai.complete_answers import Usage
 from rooftile.server.http.openai.forms import ChatForm, CompletionForm
 from rooftile.server.http.openai.generation import GenerationRequest, refusal_of
 from rooftile.server.http.openai.prompts import ScoredPrompt
-from rooftile.server.http.texts import AnswerDecoder
-from rooftile.server.observe.log import AccessRecord, log
+from rooftile.server.http.texts import AnswerDecoder, Texts
+from rooftile.server.observe.log import AccessRecord
 from rooftile.server.refusals import Refusal
 from rooftile.server.replicas.engines import Engines
 from rooftile.server.service import Service
 
-T = TypeVar("T")
 _FIELDS = CompletionForm.model_fields | ChatForm.model_fields
 
 
@@ -72,15 +69,13 @@ class Responder:
         self._engines = engines
         self._service.live.add(self)
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with in_time(self._deadline, self._began):
                 tools = self.generation.tools
                 if tools is not None:
                     texts.check_tools(tools)
                 self.tokens = await self.generation.tokens(texts)
-                params = self.generation.params
-                calls = texts.constraint(tools, structured="structured" in params, search="beam_width" in params)
-                if calls is not None:
-                    params["calls"], self.generation.names["structured"] = calls, "tools"
+                if tools is not None:
+                    self._constrain_calls(texts, tools)
                 if self.generation.chat and (marks := texts.special_marks(tools)):
                     self.generation.params["shown_special_tokens"] = list(marks)
                 if self.generation.chat and texts.thoughts is not None:
@@ -91,21 +86,23 @@ class Responder:
                 # the server may have begun to drain meanwhile
                 self._service.check()
                 await self._send(engines)
-        except TimeoutError:
-            raise late(self._began) from None
         except InvalidInput as error:
             refusal = refusal_of(error, _FIELDS, self.generation.names)
             refusal.param = refusal.param or ("messages" if self.generation.chat else "prompt")
             raise refusal from None
         except EngineRefused as error:
             if error.ours:
-                log.error("request %s: %s", self._access.id, error)
-                raise mistake(self._access.id) from None
+                raise own_mistake(error, self._access) from None
             if str(error).startswith("the grammar"):
                 raise Refusal("invalid_grammar", str(error), param=self.generation.names.get("structured")) from None
             raise refusal_of(error, _FIELDS, self.generation.names) from None
-        except EngineDown as error:
-            raise Refusal("engine_down", str(error)) from None
+
+    def _constrain_calls(self, texts: Texts, tools: ToolUse) -> None:
+        """Lets calls follow the schemas of their functions."""
+        params = self.generation.params
+        calls = texts.constraint(tools, structured="structured" in params, search="beam_width" in params)
+        if calls is not None:
+            params["calls"], self.generation.names["structured"] = calls, "tools"
 
     async def _send(self, engines: Engines) -> None:
         generation, sizes = self.generation, [len(each) for each in self.tokens]
@@ -208,8 +205,7 @@ class Responder:
             metrics.note_end("error")
             if news.error.startswith("the answer's grammar"):
                 raise Refusal("invalid_grammar", news.error, param=self.generation.names.get("structured"))
-            log.error("request %s: %s", access.id, news.error)
-            raise mistake(access.id)
+            raise own_mistake(news.error, access)
         if (news.cached, news.paged) != self._cached.get(place):
             self._cached[place] = news.cached, news.paged
             cached, paged = map(sum, zip(*self._cached.values(), strict=True))
@@ -269,35 +265,3 @@ class _Merged:
                 await self._queue.put((place, news))
         except Exception as error:
             await self._queue.put((place, error))
-
-
-def late(began: float) -> Refusal:
-    """Returns the answer to a request that has begun at a moment, and whose time is over."""
-    seconds = time.monotonic() - began
-    why = f"the request has taken {seconds:.1f} s, as long as it may (--deadline, or X-Request-Timeout); ask for fewer tokens"
-    return Refusal("deadline_exceeded", why)
-
-
-async def wait_for_leaving(receive: Receive) -> None:
-    """Returns when the client has closed its connection."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Returns what `work` returns; cancels it if the client leaves meanwhile.
-
-    Raises:
-        ClientGone: the client has left.
-    """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(wait_for_leaving(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)

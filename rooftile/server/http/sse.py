@@ -13,11 +13,12 @@ from starlette.types import Receive, Scope, Send
 
 from rooftile.server.engine.messages import News
 from rooftile.server.http.body import ClientGone
+from rooftile.server.http.intake import unless_gone
 from rooftile.server.http.middleware import mistake
 from rooftile.server.http.openai.chat_answers import delta_of
 from rooftile.server.http.openai.objects import Objects
 from rooftile.server.http.openai.token_ids import answer_ids, prompt_ids
-from rooftile.server.http.responder import Responder, unless_gone
+from rooftile.server.http.responder import Responder
 from rooftile.server.observe.log import AccessRecord, log
 from rooftile.server.refusals import Refusal
 

@@ -1,11 +1,15 @@
-"""Python imports this file at its start where its folder is on the path: in a server of `tests/server/scripted.py`.
+"""Python imports this file at its start where its folder is on the path: in servers of tests.
 
-In the engine's process, and nowhere else, it lets a script say what the model answers.
+It lets each process of the server write its counts of objects, and lets a script say what the model answers.
 """
 
+import os
 import sys
 
-if "rooftile.server.engine.process" in sys.orig_argv:
-    from tests.server.scripting.script import follow_a_script
+from tests.server.scripting.counting import COUNTS, count_at_a_signal
+from tests.server.scripting.script import SCRIPT, follow_a_script
 
+if COUNTS in os.environ:
+    count_at_a_signal()
+if SCRIPT in os.environ and "rooftile.server.engine.process" in sys.orig_argv:
     follow_a_script()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,11 +9,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rooftile.engine.embedding.reading import ReadText, TextReader, not_finite
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.server.admission import Ticket
-from rooftile.server.engine.calls import EngineDown, EngineRefused, RemoteCall
-from rooftile.server.http.middleware import mistake
+from rooftile.server.engine.calls import EngineRefused, RemoteCall
+from rooftile.server.http.intake import in_time, own_mistake
 from rooftile.server.http.openai.generation import refusal_of
-from rooftile.server.http.responder import late
-from rooftile.server.observe.log import AccessRecord, log
+from rooftile.server.observe.log import AccessRecord
 from rooftile.server.refusals import Refusal
 from rooftile.server.replicas.engines import Engines
 from rooftile.server.service import Service
@@ -65,13 +63,11 @@ class EmbeddingCall:
         self._engines = engines
         self._service.live.add(self)
         try:
-            async with asyncio.timeout_at(self._deadline):
+            async with in_time(self._deadline, self._began):
                 found = await texts.read(lambda: read(self._service.reader))
                 # the server may have begun to drain meanwhile
                 self._service.check()
                 data = await self._ask(engines, found)
-        except TimeoutError:
-            raise late(self._began) from None
         except (InvalidInput, Unsupported) as error:
             refusal = refusal_of(error, _FIELDS)
             # a sentence begins with the field that it is about, and may name another as advice
@@ -79,10 +75,7 @@ class EmbeddingCall:
                 refusal.param = self._field
             raise refusal from None
         except EngineRefused as error:
-            log.error("request %s: %s", self._access.id, error)
-            raise mistake(self._access.id) from None
-        except EngineDown as error:
-            raise Refusal("engine_down", str(error)) from None
+            raise own_mistake(error, self._access) from None
         return vectors_of(data, len(found))
 
     async def in_thread(self, work: Callable[[], T]) -> T:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
@@ -13,12 +13,11 @@ from starlette.responses import Response
 from rooftile.engine.embedding.folder import query_prompts
 from rooftile.engine.embedding.reading import ReadText, TextReader
 from rooftile.server.engine.messages import EmbeddingFacts
-from rooftile.server.http.body import read_object
 from rooftile.server.http.embedding.call import EmbeddingCall
 from rooftile.server.http.embedding.forms import Embedding, EmbeddingForm, RerankForm, ScoreForm
 from rooftile.server.http.embedding.input import list_documents, list_inputs, list_texts
+from rooftile.server.http.intake import Intake, unless_gone
 from rooftile.server.http.openai.fields import read_form
-from rooftile.server.http.responder import late, unless_gone
 from rooftile.server.refusals import Refusal
 from rooftile.server.service import Service
 
@@ -33,14 +32,11 @@ class EmbeddingRoutes:
 
     Args:
         service: the served model and its settings.
-        check_model: refuses the name of another model.
-        seconds: how long a request may take.
+        intake: reads requests.
     """
 
-    def __init__(
-        self, service: Service, check_model: Callable[[object], None], seconds: Callable[[Request, float], float]
-    ) -> None:
-        self._service, self._check_model, self._seconds = service, check_model, seconds
+    def __init__(self, service: Service, intake: Intake) -> None:
+        self._service, self._intake = service, intake
         self.table: list[tuple[str, str, Callable[..., Any]]] = [
             ("POST", "/v1/embeddings", self.embeddings), ("POST", "/rerank", self.rank), ("POST", "/v1/rerank", self.rank),
             ("POST", "/v2/rerank", self.rank), ("POST", "/score", self.score), ("POST", "/v1/score", self.score),
@@ -127,20 +123,7 @@ class EmbeddingRoutes:
             raise Refusal(
                 "unsupported", "the model was read to generate text and embeds none; start `rooftile serve` with --task embed"
             )
-        deadline = asyncio.get_running_loop().time() + self._seconds(request, service.settings.deadline_s)
-        # before a body is read and parsed for nothing
-        service.admission.check_room(access.key)
-
-        def read(given: dict[str, Any]) -> Form:
-            self._check_model(given.get("model"))
-            return read_form(kind, given)
-
-        began = time.monotonic()
-        try:
-            async with asyncio.timeout_at(deadline):
-                form = await read_object(request, service.bodies, read)
-        except TimeoutError:
-            raise late(began) from None
+        form, deadline = await self._intake.read(request, partial(read_form, kind))
         if service.settings.log_prompts:
             access.prompt = str(form.model_dump(exclude_none=True))
         call = EmbeddingCall(service, access, deadline, kind.texts)
