@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -22,14 +22,16 @@ from rooftile.engine.mixers.approximation import Approximation
 from rooftile.engine.process_lock import ProcessLock
 from rooftile.engine.ranks.machines import telling_ranks
 from rooftile.engine.requests.output import RequestOutput
+from rooftile.engine.requests.per_prompt import adapters_for, params_for, with_priorities
 from rooftile.engine.requests.progress import progress_bar
+from rooftile.engine.requests.readers import Readers
 from rooftile.engine.requests.request import Request
 from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.engine.start.blueprint import Blueprint, current_device
 from rooftile.engine.start.build import build_runner, engine_of
 from rooftile.engine.start.checkpoint import RECOMMENDED, find_folder, recommended_params
-from rooftile.engine.text.prompt import Prompt, list_prompts, parse_prompt
+from rooftile.engine.text.prompt import Prompt, list_prompts
 from rooftile.engine.text.tokenizer import Tokenizer
 from rooftile.engine.vllm_names import GENERATE_WORDS, LLM_REFUSED, LLM_RENAMED, SAMPLING_RENAMED
 from rooftile.errors import InvalidInput, Unsupported
@@ -42,16 +44,6 @@ ASKED = GENERATE_WORDS | {
     name: f"write SamplingParams({name}=...), after the prompts"
     for name in (*(each.name for each in fields(SamplingParams)), *SAMPLING_RENAMED)
 }
-
-
-@dataclass(slots=True, eq=False)
-class _Reader:
-    """One call of `generate` or `stream`: its requests, and which of them have changed since it last looked."""
-
-    places: dict[Request, tuple[int, str | None]] = field(default_factory=dict)
-    """For each request the place of its prompt in the call, and the prompt's text."""
-    news: dict[Request, None] = field(default_factory=dict)
-    unfinished: int = 0
 
 
 @takes_names(LLM_RENAMED, LLM_REFUSED)
@@ -176,7 +168,6 @@ class LLM:
         self._default_params, self._has_told_defaults = SamplingParams(), True
         self.owned = False
         """Whether an AsyncEngine owns it at present."""
-        self._readers: dict[Request, _Reader] = {}
         # held to add a request, run a step or read outputs; re-entrant, since a stream may be opened inside another
         self._lock = ProcessLock()
         self.embedding: EmbeddingModel | None = None
@@ -197,6 +188,7 @@ class LLM:
         self._has_told_defaults = self._default_params == SamplingParams()
         # also where nobody closes it, and at the end of the interpreter
         self._end = weakref.finalize(self, end_ranks)
+        self._readers = Readers(self.engine, self._lock)
         self.caches, self.pages = self.engine.runner.caches, self.engine.runner.pages
         self.tokenizer = self.engine.tokenizer
         if self.pages.storage.is_cuda:
@@ -525,106 +517,5 @@ class LLM:
         self.check_process()
         self._check_generates()
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        each = _with_priorities(_params_for(prompts, given), priority)
-        adapters = _adapters_for(prompts, adapter)
-        reader = _Reader()
-        try:
-            for place, (prompt, params, name) in enumerate(zip(prompts, each, adapters, strict=True)):
-                refused = self._add(reader, place, prompt, params, name)
-                if refused is not None:
-                    yield place, refused, refused.prompt
-            while (changed := self._next_changes(reader)) is not None:
-                for request in changed:
-                    place, text = reader.places[request]
-                    yield place, request, text
-        finally:
-            # the caller may have left early
-            with self._lock:
-                for request in reader.places:
-                    self._readers.pop(request, None)
-                    self.engine.abort(request)
-
-    def _add(
-        self, reader: _Reader, place: int, prompt: Prompt, params: SamplingParams, adapter: str | None
-    ) -> RequestOutput | None:  # fmt: skip
-        """Adds a prompt to the engine; returns the output with the reason if the prompt is refused."""
-        with self._lock:
-            self._check_free()
-            try:
-                text, tokens, cache_salt = parse_prompt(prompt, self.tokenizer)
-                request = self.engine.add(tokens, params, cache_salt=cache_salt, adapter=adapter)
-            except InvalidInput as error:
-                # a subclass may raise again
-                ids: list[int] = [*prompt] if type(prompt) is list or type(prompt) is tuple else []
-                text = prompt if isinstance(prompt, str) else None
-                return RequestOutput(-1, text, ids, finished=True, error=str(error))
-            reader.places[request] = place, text
-            reader.unfinished += 1
-            self._readers[request] = reader
-        return None
-
-    def _next_changes(self, reader: _Reader) -> list[Request] | None:
-        """Runs a step if there is one to run; returns the reader's requests that have changed, or None after the last."""
-        engine = self.engine
-        with self._lock:
-            # also finish the step in flight whose requests were all aborted
-            if not reader.unfinished and not (engine.scheduler.idle and not engine.idle):
-                return None
-            if not engine.idle:
-                self._step()
-            elif not reader.news:
-                # another caller has aborted these requests
-                reader.news |= {request: None for request in reader.places if request in self._readers}
-            changed = list(reader.news)
-            reader.news.clear()
-            for request in changed:
-                if not request.live:
-                    del self._readers[request]
-                    reader.unfinished -= 1
-            return changed
-
-    def _step(self) -> None:
-        """Runs a step and tells each reader which of its requests have changed; the readers may be several."""
-        try:
-            with current_device(self.engine.runner.device):
-                changed = self.engine.step()
-        except BaseException:
-            # a failed step has aborted every request; the other threads learn it from their news
-            for request, reader in self._readers.items():
-                reader.news[request] = None
-            raise
-        for request in changed:
-            if request in self._readers:
-                self._readers[request].news[request] = None
-
-
-def _params_for(prompts: list[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> list[SamplingParams]:
-    """Returns one SamplingParams per prompt."""
-    if not isinstance(params, SamplingParams | list | tuple):
-        raise InvalidInput(f"sampling_params is {params!r}; must be SamplingParams, or a list of them")
-    each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-    if len(each) != len(prompts):
-        raise InvalidInput(f"there are {len(each)} sampling_params for {len(prompts)} prompts; give one, or one for each")
-    return each
-
-
-def _with_priorities(params: list[SamplingParams], priority: int | Sequence[int] | None) -> list[SamplingParams]:
-    """Returns SamplingParams with one priority for all, or with one for each."""
-    if priority is None:
-        return params
-    several = list(priority) if isinstance(priority, list | tuple) else [cast("int", priority)] * len(params)
-    if len(several) != len(params):
-        raise InvalidInput(f"there are {len(several)} priorities for {len(params)} prompts; give one, or one for each")
-    # what is no SamplingParams is refused with its prompt
-    pairs = zip(params, several, strict=True)
-    return [replace(each, priority=number) if isinstance(each, SamplingParams) else each for each, number in pairs]
-
-
-def _adapters_for(prompts: list[Prompt], adapter: str | Sequence[str | None] | None) -> list[str | None]:
-    """Returns the name of one adapter per prompt, or None."""
-    each = list(adapter) if isinstance(adapter, list | tuple) else [adapter] * len(prompts)
-    if not all(isinstance(name, str | None) for name in each):
-        raise InvalidInput(f"adapter is {repr(adapter)[:80]}; must be the name of an adapter, a list of names, or None")
-    if len(each) != len(prompts):
-        raise InvalidInput(f"there are {len(each)} adapters for {len(prompts)} prompts; give one, or one for each")
-    return cast("list[str | None]", each)
+        each = with_priorities(params_for(prompts, given), priority)
+        yield from self._readers.run(zip(prompts, each, adapters_for(prompts, adapter), strict=True), self._check_free)

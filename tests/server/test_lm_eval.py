@@ -52,7 +52,7 @@ def plain(folder: Path, tmp_path_factory):
 @pytest.mark.parametrize("tokenized", [True, False])
 @pytest.mark.parametrize("size", [1, 4])
 def test_likelihoods_are_a_direct_computation(server, plain, llm, folder, size: int, tokenized: bool) -> None:
-    """Of requests that are tokens, and of texts."""
+    """Requests are tokens, or texts."""
     more = {"batch_size": size, "tokenized_requests": tokenized}
     asks = server if tokenized else plain
     model = model_of("LocalCompletionsAPI", asks, folder, tokenizer_backend="huggingface", **more)
