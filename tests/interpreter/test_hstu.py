@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rooftile_lab.bench.suites import hstu
 from tests.recommend.hstu_cases import MASKS
 from tests.recommend.test_hstu import (  # noqa: F401 - collected here
     TARGETS,
@@ -26,3 +27,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_outputs_and_gradients(mask: str, contextual: int, targets: tuple[int, ...] | None, dtype: torch.dtype) -> None:
     # the tables' kernels differ from those without, so both run in each number of bits
     check_outputs_and_gradients(mask, contextual, targets, (targets is None) == (dtype == torch.bfloat16), dtype)
+
+
+@pytest.mark.parametrize("tables", [True, False])
+def test_the_benchmark_compares_right_programs(tables: bool) -> None:
+    """The peer's kernels compute what ours do, and a program that is wrong is refused."""
+    problem = hstu.problem_of("small", torch.device("cpu"), torch.float32)
+    if not tables:
+        problem = problem._replace(leaves=problem.leaves[:3])
+    assert hstu.refusal(hstu.ours, problem) == ""
+    assert hstu.refusal(hstu.public, problem) == ""
+    assert hstu.refusal(hstu.softmax, problem).startswith("y is")
