@@ -470,19 +470,19 @@ def _users(device: torch.device, requires_grad: bool = False) -> Tensor:
 
 
 # the contextual row sees 3 rows, events 2 and 3, targets 4 each: two products of each pair and head; q stands for k, too
-_PAIRS = 3 + 2 + 3 + 4 + 4
+_USERS_PAIRS = 3 + 2 + 3 + 4 + 4
 
 
 def _hstu(device: torch.device) -> Work:
     _users(device)
-    return Work(2 * _PAIRS * 2 * (8 + 4), 5 * 2 * (8 + 4) * 4 + 3 * 4 + 5 * 8, 5 * 2 * 4 * 4)
+    return Work(2 * _USERS_PAIRS * 2 * (8 + 4), 5 * 2 * (8 + 4) * 4 + 3 * 4 + 5 * 8, 5 * 2 * 4 * 4)
 
 
 def _hstu_backward(device: torch.device) -> Work:
     y = _users(device, True)
     y.backward(torch.ones_like(y))
     read = 5 * 2 * (8 + 4 + 4) * 4 + 3 * 4 + 5 * 8
-    return Work(2 * _PAIRS * 2 * (8 + 4) * 5 // 2, read, 5 * 2 * (8 + 8 + 4) * 4 + 3 * 4)
+    return Work(2 * _USERS_PAIRS * 2 * (8 + 4) * 5 // 2, read, 5 * 2 * (8 + 8 + 4) * 4 + 3 * 4)
 
 
 def _adamw(device: torch.device) -> Work:
