@@ -221,7 +221,7 @@ def test_vocabularies_of_other_sizes(vocabulary: int, peers, plain, tmp_path: Pa
     llm = drafted(peers("llama").folder, folder, **ROOM)
     assert told(llm.generate(prompts(20), asked_params(20))) == told(plain[:20])
     assert llm.engine.speculator.counts["drafted"] > 10
-    # a prompt beyond the draft's positions has none
+    # a prompt beyond the draft's positions has no draft
     drafts = llm.engine.speculator.counts["drafts"]
     llm.generate([[1] * 50], SamplingParams(max_tokens=9, ignore_eos=True))
     assert llm.engine.speculator.counts["drafts"] == drafts

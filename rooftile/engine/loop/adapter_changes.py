@@ -25,7 +25,7 @@ class AdapterChanges:
         """Tells callers how their orders have ended; any thread calls it."""
         for id_, reason in ends:
             loop, future = self._waiting.pop(id_)
-            # where the loop is closed nobody waits
+            # a loop that is closed has no caller who waits
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(_end, future, reason)
 

@@ -55,12 +55,12 @@ def planted_events(
         raise InvalidInput(f"share is {share}; must be above 0 and at most 1")
     group = torch.randint(groups, (users, length), generator=generator)
     distance = torch.zeros(users, length, dtype=torch.long)
-    # a sign and the event that it speaks of are two events, so a share of events takes that of pairs
+    # a sign and the event behind it are two events, so half of the share are signs
     signs = torch.rand(users, length, generator=generator) < share / 2
     which = torch.randint(len(distances), (users, length), generator=generator)
     for at in range(1, length):
         back = torch.tensor(distances)[which[:, at]]
-        # an event that follows from a sign says nothing, and neither does a sign behind a sign
+        # an event that has a source is no sign, and a sign is no source
         able = signs[:, at - 1] & (back <= at) & (distance[:, at - 1] == 0)
         source = group.gather(1, (at - back).clamp(min=0)[:, None])[:, 0]
         able &= source < groups

@@ -19,7 +19,7 @@ from rooftile.engine.chat.tools.beginnings import Beginnings, Watch
 from rooftile.engine.chat.tools.grammar import CallForm, CallRules, written
 from rooftile.engine.chat.tools.tool import Tool
 
-# what begins a recipient; thousands of tokens begin with the last character of more, and would be compared with the grammar
+# the grammar begins here: thousands of tokens begin with the last character of a longer text, and each would be compared with it
 RECIPIENT = "to="
 
 

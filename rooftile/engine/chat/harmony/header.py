@@ -25,7 +25,7 @@ _TAIL = 64
 
 
 class Header(NamedTuple):
-    """Who a message is for.
+    """Tells whom a message is for.
 
     Args:
         channel: the channel; empty if there is none.
