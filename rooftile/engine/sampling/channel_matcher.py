@@ -64,7 +64,7 @@ class Marks:
             tuple(tokenizer.encode(word, special=False)) for word in (ANALYSIS, COMMENTARY, FINAL, OPENING)
         )
         self.opening = (self.start, *opening)
-        """What begins a message of the model."""
+        """The tokens that begin a message of the model."""
 
 
 class Place:

@@ -17,7 +17,7 @@ from rooftile.errors import InvalidInput
 SIGN = "<|channel|>analysis<|message|>"
 """A text that is in the template."""
 EFFORTS = ("low", "medium", "high")
-# what a model has thought, by the names of several servers
+# several servers name a model's thoughts differently
 _THOUGHTS = ("thinking", "reasoning_content", "reasoning")
 _OPERATORS = ("system", "developer")
 # how the template begins a message of the user's, and the operator's

@@ -67,7 +67,8 @@ def hstu_attention(
             length N, which is `scale=1 / N`.
         backend: "triton" (kernels), "tiled" (plain operations, tile by tile) or "eager" (the definition); None or "auto" takes
             the fastest that runs.
-        deterministic: accepted as in `rooftile.attention`; results always are, as every sum has one order.
+        deterministic: accepted as in `rooftile.attention`; results of kernels, and on a CPU, always are. With
+            "tiled" on a GPU gradients of tables follow `torch.use_deterministic_algorithms`.
 
     Returns:
         y (total, H, Dv), contiguous, in the dtype of q.

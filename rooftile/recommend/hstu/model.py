@@ -83,7 +83,7 @@ class HSTURecommender(nn.Module):
             last = torch.as_tensor(targets, device=events.device).expand(lengths.shape)
             end = torch.repeat_interleave(lengths - last, lengths, output_size=events.shape[0])
             place = torch.minimum(place, end)
-        x = self.embedding(events) * self.embedding.embedding_dim**0.5 + self.place(place.clamp(max=self.longest - 1))
+        x = self.embedding(events) * self.embedding.embedding_dim**0.5 + self.place(place)
         x = F.dropout(x, self.dropout, self.training)
         for layer in self.layers:
             x = layer(x, cu, times=times, targets=targets)
@@ -126,9 +126,10 @@ class HSTURecommender(nn.Module):
     def _check(self, events: Tensor, cu: Tensor) -> None:
         if not isinstance(events, Tensor) or events.ndim != 1 or events.dtype not in (torch.int32, torch.int64):
             raise InvalidInput(f"events is {shown(events)}; must be int64 (total,), the numbers of items")
-        if torch.compiler.is_compiling() or not events.is_cpu:
+        # on a GPU PyTorch's embeddings stop the program at a number that they do not have
+        if torch.compiler.is_compiling():
             return
-        if events.numel() and not 0 <= int(events.min()) <= int(events.max()) < self.items:
+        if events.is_cpu and events.numel() and not 0 <= int(events.min()) <= int(events.max()) < self.items:
             worst = int(events.min()) if int(events.min()) < 0 else int(events.max())
             raise InvalidInput(f"events has the item {worst}; items are 0 to {self.items - 1}")
         if cu.is_cpu and cu.numel() > 1 and int(cu.diff().max()) > self.longest:

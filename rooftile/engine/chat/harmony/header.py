@@ -17,7 +17,7 @@ ENDS = (END, CALL, RETURN)
 MARKS = (START, CHANNEL, CONSTRAIN, MESSAGE, *ENDS)
 ANALYSIS, COMMENTARY, FINAL = "analysis", "commentary", "final"
 FUNCTIONS = "functions."
-# where a prompt ends, without the mark: the model writes the rest of the header
+# a prompt ends with it, behind the mark: the model writes the rest of the header
 OPENING = "assistant"
 _MARK = re.compile("(" + "|".join(map(re.escape, MARKS)) + ")")
 # tokens of a prompt that are searched for its last turn where the marks are no tokens of their own
