@@ -117,18 +117,26 @@ def test_an_adapter_that_comes_and_goes_is_answered_whole_or_refused(adapted) ->
             assert answer.status_code in (200, 400, 404), answer.text
             seen[answer.json()["choices"][0]["text"] if answer.status_code == 200 else answer.status_code] += 1
 
+    def load(path: str) -> None:
+        """Loads a folder, or waits: the adapter before it holds its slot until its last answer has ended."""
+        answer = adapted.server.post("/v1/load_lora_adapter", lora_name="new", lora_path=path)
+        while answer.status_code != 200:
+            assert "1 of them by adapters that were unloaded" in answer.text
+            assert time.monotonic() < end, seen
+            time.sleep(0.01)
+            answer = adapted.server.post("/v1/load_lora_adapter", lora_name="new", lora_path=path)
+
+    end = time.monotonic() + 300
     with ThreadPoolExecutor(4) as pool:
         asking = [pool.submit(ask) for _ in range(4)]
         try:
-            for n in range(16):
-                answer = adapted.server.post("/v1/load_lora_adapter", lora_name="new", lora_path="bc"[n % 2])
-                # the one before may still be answering
-                assert answer.status_code == 200 or "1 of them by adapters that were unloaded" in answer.text
-                before, until = seen.total(), time.monotonic() + 20
-                while answer.status_code == 200 and seen.total() < before + 6 and time.monotonic() < until:
+            for path in "bc" * 4:
+                load(path)
+                before = seen[adapted.due[path]]
+                while seen[adapted.due[path]] < before + 6:
+                    assert time.monotonic() < end and not any(each.done() for each in asking), seen
                     time.sleep(0.005)
-                if answer.status_code == 200:
-                    assert adapted.server.post("/v1/unload_lora_adapter", lora_name="new").status_code == 200
+                assert adapted.server.post("/v1/unload_lora_adapter", lora_name="new").status_code == 200
         finally:
             over.set()
         for each in asking:
