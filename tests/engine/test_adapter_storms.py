@@ -132,7 +132,7 @@ def test_an_async_engine_loads_and_unloads(peers, folders: dict[str, Path]) -> N
         with pytest.raises(RuntimeError, match="the engine is closed"):
             await engine.load_adapter("b", folders["b"])
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
     assert [*llm.adapters] == ["c"]
     assert_clean(llm)
 

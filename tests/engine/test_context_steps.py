@@ -52,9 +52,9 @@ class Ranks:
     def share(self, rank: int) -> ContextShare:
         def gather(x: Tensor) -> Tensor:
             self.given[rank] = x
-            self.barrier.wait(20)
+            self.barrier.wait(300)
             found = torch.stack(self.given)
-            self.barrier.wait(20)
+            self.barrier.wait(300)
             return found
 
         return ContextShare(rank, self.ranks, SIZE, gather, lambda x: x)

@@ -164,7 +164,7 @@ def test_the_reason_is_told_by_all(folder: Path) -> None:
             seen = [output async for output in engine.generate("e", params)]
             return [seen[-1], await engine.complete("e", params)]
 
-    for output in asyncio.run(asyncio.wait_for(ask(), 60)):
+    for output in asyncio.run(asyncio.wait_for(ask(), 300)):
         assert [(answer.finish_reason, answer.stop_reason) for answer in output.outputs] == [("abort", SENTENCE)] * 2
 
 

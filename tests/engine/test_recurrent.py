@@ -121,7 +121,7 @@ def test_callers_at_once(peers) -> None:
             found = await asyncio.gather(*(engine.complete(prompt, GREEDY) for prompt in asked))
         assert [output.outputs[0].token_ids for output in found] == due
 
-    asyncio.run(asyncio.wait_for(main(), 120))
+    asyncio.run(asyncio.wait_for(main(), 300))
     assert_clean(llm)
 
 

@@ -67,7 +67,7 @@ def test_a_command_takes_what_an_llm_takes(command: str) -> None:
 
 
 def ask(*words: str) -> tuple[int, str]:
-    done = subprocess.run([sys.executable, "-m", "rooftile", *words], capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "rooftile", *words], capture_output=True, text=True, check=False, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 CHROMIUM = next((path for name in NAMES if (path := shutil.which(name))), None)
-PATIENCE_S = 40.0
+PATIENCE_S = 240.0
 
 
 class Browser:
@@ -101,7 +101,7 @@ class Browser:
         """Ends the browser."""
         self._process.terminate()
         try:
-            self._process.wait(10)
+            self._process.wait(300)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()

@@ -17,7 +17,7 @@ from rooftile.server.server_run import ServerRun, bind
 from rooftile.server.settings import ServerSettings
 
 ENGINE = {"device": "cpu", "num_blocks": 4096, "max_num_seqs": 64, "max_model_len": 8192}
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 
 
 class Living:
@@ -80,7 +80,7 @@ async def living(
             yield made
         finally:
             run._stop.set()
-            await asyncio.wait({life}, timeout=20)
+            await asyncio.wait({life}, timeout=300)
             engines = [] if made.service.engines is None else [each.engine for each in made.service.engines.all]
             left = [engine for engine in engines if engine.process.poll() is None]
             for engine in left:

@@ -125,6 +125,6 @@ async def send_mixed(server: Server, count: int, seed: int) -> Counter[int]:
             seen[await send(client, rng, kept)] += 1
 
     headers = {"Authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(base_url=server.url, timeout=120, trust_env=False, headers=headers) as client:
+    async with httpx.AsyncClient(base_url=server.url, timeout=300, trust_env=False, headers=headers) as client:
         await asyncio.gather(*map(some, range(AT_ONCE)))
     return seen

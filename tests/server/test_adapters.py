@@ -272,4 +272,4 @@ def test_two_replicas_have_the_same_adapters(folder: Path, tmp_path: Path, monke
             await change("unload", 200, lora_name="c")
             assert await there() == [1, 1]
 
-    asyncio.run(asyncio.wait_for(test(), 120))
+    asyncio.run(asyncio.wait_for(test(), 300))

@@ -145,4 +145,4 @@ def test_a_deployment_s_engine_has_an_adapter_before_it_answers(folder: Path, tm
                 task.cancel()
             await engine._engine.close()
 
-    asyncio.run(asyncio.wait_for(test(), 90))
+    asyncio.run(asyncio.wait_for(test(), 300))

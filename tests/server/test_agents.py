@@ -20,14 +20,14 @@ ASKED = {"role": "user", "content": QUESTION}
 
 @pytest.fixture(scope="module")
 def client(agents):
-    with openai.OpenAI(base_url=f"{agents.url}/v1", api_key=KEY, max_retries=0, timeout=60) as made:
+    with openai.OpenAI(base_url=f"{agents.url}/v1", api_key=KEY, max_retries=0, timeout=300) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def anthropic_client(agents):
     anthropic = pytest.importorskip("anthropic")
-    with anthropic.Anthropic(base_url=agents.url, api_key=KEY, max_retries=0, timeout=60) as made:
+    with anthropic.Anthropic(base_url=agents.url, api_key=KEY, max_retries=0, timeout=300) as made:
         yield made
 
 
@@ -92,7 +92,7 @@ def test_openais_agents(agents, tools) -> None:
     theirs.set_tracing_disabled(True)
 
     async def run(kind: type, streams: bool) -> str:
-        async with openai.AsyncOpenAI(base_url=f"{agents.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
+        async with openai.AsyncOpenAI(base_url=f"{agents.url}/v1", api_key=KEY, max_retries=0, timeout=300) as client:
             agent = theirs.Agent(
                 name="Roofer", model=kind(model="tiny", openai_client=client),
                 tools=[theirs.function_tool(tools.weather), theirs.function_tool(tools.add)],

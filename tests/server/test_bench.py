@@ -19,7 +19,7 @@ def test_a_workload_over_http(server, llm) -> None:
     from dataclasses import replace
 
     workload = replace(workload, requests=fitted(workload, 370)[:12])
-    course = asyncio.run(asyncio.wait_for(drive(workload, server.url, model="tiny"), 60))
+    course = asyncio.run(asyncio.wait_for(drive(workload, server.url, model="tiny"), 300))
     assert {trace.fate for trace in course.traces} == {"answered"}
     for ask, trace in zip(workload.requests, course.traces, strict=True):
         assert sum(trace.lengths) == len(trace.times) == ask.params.max_tokens
@@ -35,7 +35,7 @@ def test_clients_that_leave_and_wrong_requests_are_counted(server) -> None:
     from dataclasses import replace
 
     workload = replace(workload, requests=fitted(workload, 370))
-    course = asyncio.run(asyncio.wait_for(drive(workload, server.url), 60))
+    course = asyncio.run(asyncio.wait_for(drive(workload, server.url), 300))
     fates = [trace.fate for trace in course.traces]
     assert "waiting" not in fates
     assert fates.count("gone") > 0

@@ -113,7 +113,7 @@ def test_the_official_client_sends_its_answers_back(server) -> None:
 @pytest.mark.parametrize("headers", [[], ["-H", "Content-Type:"], ["-H", "Content-Type: application/json; charset=utf-8"]])
 def test_curl_needs_no_content_type(headers: list[str], server) -> None:
     words = ["curl", "-sS", "--noproxy", "*", f"{server.url}{COMPLETIONS}", *headers, "-d", json.dumps(TEXT)]
-    found = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
+    found = subprocess.run(words, capture_output=True, text=True, check=True, timeout=300)
     assert json.loads(found.stdout)["object"] == "text_completion", found.stdout
 
 
@@ -209,7 +209,7 @@ def test_who_has_left_is_noticed_though_half_a_connection_looks_alike(server) ->
     before = server.metric("request_success_total", finished_reason="abort")
     made = connect(server)
     made.sendall(request(TEXT | {"max_tokens": 2000, "ignore_eos": True}))
-    until = time.monotonic() + 30
+    until = time.monotonic() + 300
     while server.metric("num_requests_running") == 0:
         assert time.monotonic() < until
     made.close()
@@ -316,7 +316,7 @@ def test_a_server_with_its_own_template_keys_and_pages(folder: Path, tmp_path: P
 def test_a_setting_that_the_model_refuses_is_told_by_its_flag(folder: Path) -> None:
     words = ["-m", "rooftile", "serve", str(folder), "--port", "0", "--device", "cpu", "--max-model-len", "99999"]
     done = subprocess.run(
-        [sys.executable, *words], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False,
+        [sys.executable, *words], capture_output=True, text=True, timeout=300, cwd=ROOT, check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 2

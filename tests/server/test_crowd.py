@@ -81,7 +81,7 @@ def test_twice_what_can_be_answered(small, llm, seconds: float) -> None:
     async def test() -> Counter[str]:
         headers = {"Authorization": f"Bearer {KEY}"}
         bounds = httpx.Limits(max_connections=200)
-        async with httpx.AsyncClient(base_url=small.url, limits=bounds, timeout=60, trust_env=False, headers=headers) as client:
+        async with httpx.AsyncClient(base_url=small.url, limits=bounds, timeout=300, trust_env=False, headers=headers) as client:
             crowd = Crowd(client, due)
             await crowd.come(2)
             # threads that were started for the first ones stay

@@ -109,7 +109,7 @@ def test_instructors_tools(agents) -> None:
     import openai
 
     agents.say((QUESTION, hermes_call("Answer", degrees=10, city="Kiel")))
-    with openai.OpenAI(base_url=f"{agents.url}/v1", api_key=KEY, max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{agents.url}/v1", api_key=KEY, max_retries=0, timeout=300) as client:
         found = instructor.from_openai(client).chat.completions.create(
             model="tiny", messages=[ASKED], response_model=Answer, max_tokens=200
         )

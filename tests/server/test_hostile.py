@@ -203,7 +203,7 @@ def test_forms_of_the_schema_with_odd_values(server, count: int) -> None:
         return seen
 
     async def all_of_them() -> Counter[int]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60, trust_env=False) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300, trust_env=False) as client:
             return sum(await asyncio.gather(*(some(client) for _ in range(10))), Counter())
 
     seen = asyncio.run(all_of_them())

@@ -23,7 +23,7 @@ ASKED = {"model": "tiny", "max_tokens": 12, "temperature": 0, "messages": [{"rol
 
 
 def post(server: Any, body: dict[str, Any], path: str = "/v1/messages", **headers: str) -> httpx.Response:
-    return httpx.post(server.url + path, json=body, headers=headers, timeout=60)
+    return httpx.post(server.url + path, json=body, headers=headers, timeout=300)
 
 
 def events_of(text: str) -> list[dict[str, Any]]:
@@ -91,7 +91,7 @@ def test_the_official_client(server) -> None:
     due = post(server, ASKED).json()
     # the newest client has no temperature
     asked = {name: ASKED[name] for name in ("model", "max_tokens", "messages")} | {"extra_body": {"temperature": 0}}
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=300) as client:
         found = client.messages.create(**asked)
         assert found.content[0].text == due["content"][0]["text"]
         with client.messages.stream(**asked) as stream:

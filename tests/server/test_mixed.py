@@ -45,7 +45,7 @@ def test_every_count_returns_to_its_start(mixed) -> None:
     send_and_rest(mixed, 150, 1)
     before = mixed.counts()
     send_and_rest(mixed, 300, 2)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 300
     # connections that were broken off linger a little
     while any(grown := [grown_since(*each) for each in zip(before, mixed.counts(), strict=True)]):
         assert time.monotonic() < until, grown

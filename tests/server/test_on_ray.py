@@ -37,7 +37,7 @@ from tests.server.living import ENGINE
 
 ROOT = Path(__file__).resolve().parents[2]
 HAS_RAY = importlib.util.find_spec("ray") is not None
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 STREAM = {"prompt": "The roof", "max_tokens": 1500, "ignore_eos": True, "stream": True}
 needs_ray = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed; pip install 'ray[serve]' runs these tests")
 

@@ -19,7 +19,7 @@ GREEDY = {"temperature": 0, "max_tokens": 12}
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as made:
         yield made
 
 
@@ -212,7 +212,7 @@ def test_64_at_once(server, llm) -> None:
     due = [output.outputs[0].text for output in llm.generate(prompts, SamplingParams(**GREEDY))]
 
     async def all_of_them() -> list[str]:
-        limits = httpx.AsyncClient(limits=httpx.Limits(max_connections=64), timeout=60, trust_env=False)
+        limits = httpx.AsyncClient(limits=httpx.Limits(max_connections=64), timeout=300, trust_env=False)
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=limits) as client:
 
             async def one(n: int) -> str:
@@ -225,7 +225,7 @@ def test_64_at_once(server, llm) -> None:
 
             return list(await asyncio.gather(*map(one, range(64))))
 
-    assert asyncio.run(asyncio.wait_for(all_of_them(), 60)) == due
+    assert asyncio.run(asyncio.wait_for(all_of_them(), 300)) == due
     server.wait_until_idle()
 
 

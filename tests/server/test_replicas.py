@@ -15,7 +15,7 @@ import psutil
 from rooftile.server.replicas import replica
 from tests.server.living import Living, living
 
-PATIENCE_S = 90.0
+PATIENCE_S = 240.0
 # blocks of 16 tokens: twelve whole ones
 FAMILIES = [[3 + family] * 192 for family in range(6)]
 

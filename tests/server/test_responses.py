@@ -71,7 +71,7 @@ def scripted(
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as made:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as made:
         yield made
 
 
@@ -155,7 +155,7 @@ def test_a_conversation_goes_on_from_a_kept_response(client) -> None:
     ],
 )  # fmt: skip
 def test_what_is_refused(server, body, sentence) -> None:
-    found = httpx.post(f"{server.url}/v1/responses", json=body, timeout=30)
+    found = httpx.post(f"{server.url}/v1/responses", json=body, timeout=300)
     assert found.status_code == 400
     assert sentence in found.json()["error"]["message"]
 

@@ -30,7 +30,7 @@ async def trickle(port: int, first: bytes, more: bytes) -> bytes:
             writer.write(more)
             await writer.drain()
             await asyncio.sleep(0.05)
-    found = await asyncio.wait_for(reading, 20)
+    found = await asyncio.wait_for(reading, 300)
     writer.close()
     return found
 
@@ -43,7 +43,7 @@ def test_a_slow_head_ends_in_time(monkeypatch, first, more) -> None:
         async with listening() as (port, _):
             assert status(await trickle(port, first, more)) == 408
 
-    asyncio.run(asyncio.wait_for(test(), 30))
+    asyncio.run(asyncio.wait_for(test(), 300))
 
 
 def test_the_rest_of_a_refused_body_ends_in_time(monkeypatch) -> None:
@@ -75,7 +75,7 @@ def test_between_two_requests_a_connection_may_rest(monkeypatch) -> None:
                 await asyncio.sleep(0.6)
             writer.close()
 
-    asyncio.run(asyncio.wait_for(test(), 30))
+    asyncio.run(asyncio.wait_for(test(), 300))
 
 
 def test_too_many_connections_are_closed(monkeypatch) -> None:
@@ -85,13 +85,13 @@ def test_too_many_connections_are_closed(monkeypatch) -> None:
         async with listening() as (port, _):
             made = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
             with contextlib.suppress(ConnectionError):
-                assert await asyncio.wait_for(made[2][0].read(), 10) == b""
+                assert await asyncio.wait_for(made[2][0].read(), 300) == b""
             made[0][1].write(b"GET /page.js HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert status(await made[0][0].readline()) == 200
             for _, writer in made:
                 writer.close()
 
-    asyncio.run(asyncio.wait_for(test(), 30))
+    asyncio.run(asyncio.wait_for(test(), 300))
 
 
 def body_of(*messages: dict) -> Request:
@@ -109,7 +109,7 @@ def test_a_slow_body_ends_in_time(monkeypatch) -> None:
     monkeypatch.setattr(limits, "READ_S", 0.1)
     request = body_of({"type": "http.request", "body": b"{", "more_body": True})
     with pytest.raises(Refusal) as late:
-        asyncio.run(asyncio.wait_for(read_object(request, Bodies(100), dict), 10))
+        asyncio.run(asyncio.wait_for(read_object(request, Bodies(100), dict), 300))
     assert late.value.status == 408
 
 
@@ -133,7 +133,7 @@ def test_a_body_that_comes_later_than_its_request_may_take_is_late() -> None:
             assert b"deadline_exceeded" in await reader.readuntil(b"}}")
             writer.close()
 
-    asyncio.run(asyncio.wait_for(test(), 30))
+    asyncio.run(asyncio.wait_for(test(), 300))
 
 
 def test_bodies_have_room_together() -> None:
@@ -143,7 +143,10 @@ def test_bodies_have_room_together() -> None:
 
     async def test() -> None:
         reading = [asyncio.create_task(read_object(body_of(whole), bodies, dict)) for _ in range(200)]
-        done, waiting = await asyncio.wait(reading, timeout=0.1)
+        # no task waits for anything but room, so each has come as far as it can
+        for _ in range(100):
+            await asyncio.sleep(0)
+        done, waiting = ([each for each in reading if each.done() is ended] for ended in (True, False))
         assert bodies.held <= limits.BODIES * bodies.most
         assert len(waiting) == limits.BODIES * bodies.most // (100_000 - limits.PARSED_AT_ONCE_BYTES)
         refused = [each.exception() for each in done]
@@ -163,7 +166,7 @@ def test_bodies_have_room_together() -> None:
 def test_a_client_that_leaves_in_its_body_is_gone() -> None:
     request = body_of({"type": "http.request", "body": b"{", "more_body": True}, {"type": "http.disconnect"})
     with pytest.raises(ClientGone):
-        asyncio.run(asyncio.wait_for(read_object(request, Bodies(100), dict), 10))
+        asyncio.run(asyncio.wait_for(read_object(request, Bodies(100), dict), 300))
 
 
 def test_a_body_of_any_size_is_read_within_its_limit() -> None:
@@ -187,6 +190,6 @@ def test_a_body_without_end_is_not_read_to_its_end() -> None:
 
     request = Request({"type": "http", "method": "POST", "headers": [(b"content-type", b"application/json")]}, receive)
     with pytest.raises(Refusal) as long:
-        asyncio.run(asyncio.wait_for(read_object(request, Bodies(100), dict), 10))
+        asyncio.run(asyncio.wait_for(read_object(request, Bodies(100), dict), 300))
     assert long.value.status == 413
     assert len(received) == 5

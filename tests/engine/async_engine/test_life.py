@@ -166,5 +166,5 @@ async def main():
         break
 asyncio.run(main())
 """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "began\n", "")
