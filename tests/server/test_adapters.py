@@ -134,7 +134,8 @@ def test_an_adapter_that_comes_and_goes_is_answered_whole_or_refused(adapted) ->
                 load(path)
                 before = seen[adapted.due[path]]
                 while seen[adapted.due[path]] < before + 6:
-                    assert time.monotonic() < end and not any(each.done() for each in asking), seen
+                    assert time.monotonic() < end, seen
+                    assert not any(each.done() for each in asking)
                     time.sleep(0.005)
                 assert adapted.server.post("/v1/unload_lora_adapter", lora_name="new").status_code == 200
         finally:
