@@ -4,9 +4,14 @@ from typing import NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 from rooftile.exact.backends.device.visibility import MaskNumbers, first_key, first_position, last_key, last_position, visible
 from rooftile.exact.backends.triton.schedule import packed_tile
+
+
+# the interpreter has no library of the device
+FAST = tl.constexpr(not triton.knobs.runtime.interpret)
 
 
 class Numbers(NamedTuple):
@@ -168,8 +173,12 @@ def own_scores(q, k, i, there, user, tensors, numbers, SPEC: tl.constexpr):
 
 @triton.jit
 def silu(x):
-    """x times its logistic function, and that function."""
-    gate = 1.0 / (1.0 + tl.exp(-x))
+    """x times its logistic function, and that function.
+
+    An ordinary division and exponential also serve numbers below the normal ones, which takes a third of the loop's instructions.
+    """
+    grown = 1.0 + tl.exp2(x * -1.4426950408889634)
+    gate = libdevice.fast_dividef(1.0, grown) if FAST else 1.0 / grown
     return x * gate, gate
 
 
