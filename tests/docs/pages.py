@@ -77,14 +77,14 @@ def run(arguments: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
 OFFLINE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 
 
-def run_script(path: Path, folder: Path) -> tuple[int, str, str]:
+def run_script(path: Path, folder: Path, *arguments: str) -> tuple[int, str, str]:
     """Runs a script in a process of its own in `folder`, and returns its exit code, output and errors.
 
     The process is forked from one that has imported PyTorch, which takes most of the time of a short script.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "rooftile"])
-    process = context.Process(target=_run_here, args=(path, folder))
+    process = context.Process(target=_run_here, args=(path, folder, arguments))
     process.start()
     process.join(300)
     if process.exitcode is None:
@@ -93,13 +93,13 @@ def run_script(path: Path, folder: Path) -> tuple[int, str, str]:
     return process.exitcode, (folder / "output").read_text(encoding="utf-8"), (folder / "errors").read_text(encoding="utf-8")
 
 
-def _run_here(path: Path, folder: Path) -> None:
+def _run_here(path: Path, folder: Path, arguments: tuple[str, ...]) -> None:
     import torch
 
     os.environ |= OFFLINE
     os.chdir(folder)
     torch.set_num_threads(1)
-    sys.argv = [str(path)]
+    sys.argv = [str(path), *arguments]
     with (
         open("output", "w", encoding="utf-8") as output, open("errors", "w", encoding="utf-8") as errors,
         redirect_stdout(output), redirect_stderr(errors),

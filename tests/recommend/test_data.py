@@ -94,17 +94,46 @@ def test_files_that_cannot_be_read(tmp_path: Path, what: str) -> None:
         read_events(tmp_path / name, columns=columns)
 
 
-def test_planted_events_follow_from_the_event_at_their_distance() -> None:
-    found = planted_events(20, 200, distances=(2, 10, 100), generator=torch.Generator().manual_seed(0))
-    groups, distance = (x.view(20, 200) for x in (found.events.items // 20, found.distance))
-    users, places = distance.nonzero(as_tuple=True)
-    back = distance[users, places]
-    assert torch.equal(groups[users, places], groups[users, places - back])
-    # a sign of the distance stands before each, and nowhere else
-    signs = {2: 50, 10: 51, 100: 52}
-    assert groups[users, places - 1].tolist() == [signs[int(d)] for d in back]
-    assert int((groups >= 50).sum()) == len(users)
-    assert {int(d) for d in back} == {2, 10, 100}
-    assert int(found.events.items.max()) < found.events.item_count == 53 * 20
+def test_a_batch_has_the_events_of_its_users() -> None:
+    events = Events(torch.tensor([4, 2, 3, 1]), torch.tensor([0, 1, 1, 4]), torch.arange(4), 5)
+    batch = events.of_users(torch.tensor([2, 1, 0, 2]))
+    assert batch.items.tolist() == [2, 3, 1, 4, 2, 3, 1]
+    assert batch.cu.tolist() == [0, 3, 3, 4, 7]
+    assert batch.times.tolist() == [1, 2, 3, 0, 1, 2, 3]
+    assert len(events.of_users(torch.tensor([], dtype=torch.long)).items) == 0
+
+
+def test_planted_users_return_to_the_groups_that_they_like() -> None:
+    """Each distance is found anew from the items alone, and items of one user and category are of one group."""
+    users, length, categories, groups, per_group = 30, 150, 12, 6, 4
+    events, distance = planted_events(
+        users, length, distances=(2, 10, 60), categories=categories, groups=groups, per_group=per_group,
+        generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    count = categories * groups * per_group
+    assert events.item_count == count + 2 * categories
+    assert int(events.items.max()) < events.item_count
+    items, due = events.items.view(users, length), distance.view(users, length)
+    for row, distances in zip(items.tolist(), due.tolist(), strict=True):
+        liked, last, sign = {}, {}, None
+        for at, (item, back) in enumerate(zip(row, distances, strict=True)):
+            if item >= count:
+                assert back == 0
+                sign = item - count if item < count + categories else None
+                continue
+            category, group = item // (groups * per_group), item // per_group
+            # a sign tells the category of the items behind it
+            assert sign == category
+            assert liked.setdefault(category, group) == group
+            assert back == (at - last[category] if category in last else 0)
+            last[category] = at
+        assert count <= row[-2] < count + categories
+        assert row[-1] < count
+    returns = due[due > 1].bincount()
+    assert set(returns.topk(3).indices.tolist()) == {2, 10, 60}
+    # about as many events belong to visits as were asked for
+    assert ((items < count + categories).float().mean() - 0.8).abs() < 0.05
     with pytest.raises(rt.InvalidInput, match="numbers of 2 to 9"):
         planted_events(2, 10, distances=(10,))
+    with pytest.raises(rt.InvalidInput, match=r"share is 0; must be above 0"):
+        planted_events(2, 20, distances=(3,), share=0)

@@ -35,6 +35,19 @@ class Events(NamedTuple):
         start, stop = int(self.cu[user]), int(self.cu[user + 1])
         return Events(self.items[start:stop], torch.tensor([0, stop - start]), self.times[start:stop], self.item_count)
 
+    def of_users(self, users: Tensor) -> Events:
+        """Returns the events of users (n,), in their order: a batch.
+
+        Example:
+            >>> events = Events(torch.tensor([4, 2, 3]), torch.tensor([0, 1, 3]), torch.tensor([5, 0, 9]), 5)
+            >>> events.of_users(torch.tensor([1, 0])).items
+            tensor([2, 3, 4])
+        """
+        lengths = self.cu.diff()[users]
+        cu = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        rows = torch.arange(int(cu[-1])) + torch.repeat_interleave(self.cu[users] - cu[:-1], lengths)
+        return Events(self.items[rows], cu, self.times[rows], self.item_count)
+
     def last(self, longest: int) -> Events:
         """Returns the last events of each user, at most `longest`.
 
