@@ -39,7 +39,7 @@ class MtpNames:
         token_norm, hidden_norm, norm: the norms of the embedding, of the hidden state, and in front of the head.
         join: the projection that joins the first two.
         shared: tensors that repeat the decoder's own.
-        hidden_first: whether `join` has the columns of the hidden state before those of the embedding.
+        hidden_first: whether `join` has the columns of the hidden state first, and then the embedding's.
         before_norm: whether the hidden states are those before the decoder's last norm.
     """
 

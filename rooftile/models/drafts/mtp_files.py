@@ -85,7 +85,7 @@ def plan_mtp(folder: Path, target: ModelConfig) -> MtpPlan:
     """Checks that a checkpoint has a layer of multi-token prediction that can be read.
 
     Raises:
-        InvalidInput: it has none.
+        InvalidInput: it has no such layer.
         Unsupported: the decoder is of a family whose layers are not read.
     """
     names = FAMILIES.get(target.family)
