@@ -119,7 +119,8 @@ class LLM:
             before, and checks several guessed tokens in one step. The tokens are those that come without, up to rounding. A
             dictionary says more: {"method": "lookup", "tokens": the most that are guessed at a time, "longest" and "shortest":
             how many last tokens are looked for, "max_batch": the most answers with guesses}. {"model": a smaller model of the
-            same tokenizer, or a head of EAGLE-3, "tokens": ...} has that guess. None computes tokens one by one.
+            same tokenizer, or a head of EAGLE-3, "tokens": ...} has that guess, and "mtp" the layer of multi-token prediction
+            that the checkpoint has. None computes tokens one by one.
 
     vLLM's names kv_cache_dtype, max_num_batched_tokens, num_gpu_blocks_override, max_loras and max_lora_rank are taken too; its
     other keywords are refused one by one, with the reason, unless they ask for what happens anyway.

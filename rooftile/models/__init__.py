@@ -6,7 +6,7 @@ and a small one to train.
 
 config          `ModelConfig`; `families` has an entry for each architecture
 decoder         `Decoder`
-drafts          heads that draft for a decoder: EAGLE-3
+drafts          layers that draft for a decoder: heads of EAGLE-3, and a checkpoint's own of multi-token prediction
 encoders        `Encoder`: BERT, XLM-R, ModernBERT
 delta           layers with a gated delta net
 latent          layers with multi-head latent attention

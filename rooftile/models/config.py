@@ -82,6 +82,8 @@ class ModelConfig:
         logit_divisor: logits are divided by it (Granite).
         tie: whether the output head shares the embedding's weights.
         head: whether there is an output head; without one, which needs `tie`, a decoder gives hidden states alone.
+        mtp_layers: how many layers behind the last one guess further tokens (multi-token prediction). They are no part of the
+            decoder; `rooftile.models.drafts` reads one.
         wrapper: the model type of a checkpoint of which this is the text part (`rooftile.models.wrappers`), such as "qwen3_5";
             None for a decoder by itself.
         bos_ids, eos_ids: the tokens that begin and that end a text.
@@ -143,6 +145,7 @@ class ModelConfig:
     logit_divisor: float | None = None
     tie: bool = False
     head: bool = True
+    mtp_layers: int = 0
     wrapper: str | None = None
     bos_ids: tuple[int, ...] = ()
     eos_ids: tuple[int, ...] = ()

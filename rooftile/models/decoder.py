@@ -170,7 +170,8 @@ class Decoder(nn.Module):
             positions: their positions in their sequences, (total,) int64.
             attend: mixes the tokens of each layer.
             multiply: computes the linear projections; `rooftile.fused.linear` is the batch-invariant one.
-            streams: layers, for each of which it gets the residual stream (total, hidden) that reaches the layer.
+            streams: layers, for each of which it gets the residual stream (total, hidden) that reaches the layer; the number of
+                layers stands for the stream behind the last one.
         """
         stream = self.embedding.index_select(0, tokens)
         if self.config.embedding_scale is not None:
@@ -197,6 +198,8 @@ class Decoder(nn.Module):
                 x, post = layer.feed_forward(x, multiply), layer.ffn_post_norm
             rows = layers[n + 1].rows_of_mixer(stream) if n + 1 < len(layers) else InputFormat()
             x, stream = _added(x, stream, next_norm, post, rows)
+        if streams is not None and len(layers) in streams:
+            streams[len(layers)] = stream
         return x
 
     def logits(self, hidden: Tensor, multiply: Multiply = linear) -> Tensor:

@@ -11,9 +11,9 @@ from typing import Any
 from rooftile.models.common_fields import Fields, decoder_fields
 from rooftile.models.delta.families import olmo_hybrid, qwen3_5, qwen3_5_moe, qwen3_next
 from rooftile.models.encoders.families import ENCODERS, encoder_family
-from rooftile.models.experts.families import deepseek, gpt_oss, mixtral, olmoe, qwen3_moe
+from rooftile.models.experts.families import deepseek, glm4_moe, gpt_oss, mixtral, olmoe, qwen3_moe
 from rooftile.models.hybrid import hybrid
-from rooftile.models.latent.families import deepseek_v2, deepseek_v3
+from rooftile.models.latent.families import deepseek_v2, deepseek_v3, glm4_moe_lite
 from rooftile.models.mamba.families import bamba, check_format, falcon_mamba, granite_hybrid, jamba, mamba, mamba2
 from rooftile.models.mixers import mixers_of
 from rooftile.models.nemotron import nemotron_h
@@ -106,6 +106,10 @@ def _mistral(settings: Settings) -> Fields:
 
 def _qwen2(settings: Settings) -> Fields:
     return decoder_fields(settings, "qwen2", windows=qwen_windows(settings), qkv_bias=True)
+
+
+def _mimo(settings: Settings) -> Fields:
+    return _qwen2(settings) | {"family": "mimo", "mtp_layers": settings.whole("num_nextn_predict_layers", 0)}
 
 
 def _qwen3(settings: Settings) -> Fields:
@@ -275,6 +279,9 @@ FAMILIES: dict[str, Callable[[Settings], Fields]] = {
     "deepseek_v2": deepseek_v2,
     "deepseek_v3": deepseek_v3,
     "gpt_oss": gpt_oss,
+    "glm4_moe": glm4_moe,
+    "glm4_moe_lite": glm4_moe_lite,
+    "mimo": _mimo,
 }
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -310,6 +317,9 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "GptOssForCausalLM": "gpt_oss",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "MiMoForCausalLM": "mimo",
 }
 # parts of other families' models that no layer here has, by model type and by class
 _OTHERS = {

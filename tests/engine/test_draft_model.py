@@ -276,7 +276,7 @@ def test_what_does_not_go_together_is_refused(peers, with_text: Path, tmp_path: 
     ("given", "kind", "said"),
     [
         ("draft", InvalidInput, "the method 'draft' and the model None"), ({"model": 3}, InvalidInput, "the model 3; must be"),
-        ({"model": "a", "longest": 3}, InvalidInput, "longest = 3 and a draft model"),
+        ({"model": "a", "longest": 3}, InvalidInput, "longest = 3 and the method 'draft'"),
         ({"model": "a", "method": "lookup"}, InvalidInput, "a model, a, and the method"),
         ({"model": "a", "tokens": 32}, InvalidInput, "tokens = 32"), ({"model": "a", "quick": 1}, InvalidInput, "has 'quick'"),
     ],

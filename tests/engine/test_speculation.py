@@ -257,7 +257,7 @@ def test_a_large_batch_has_none(peers) -> None:
         ({"tokens": 0}, InvalidInput, "tokens = 0; must be a whole number from 1 to 31"),
         ({"tokens": True}, InvalidInput, "tokens = True"), ({"speed": 2}, InvalidInput, "has 'speed'; may have method"),
         ({"shortest": 5}, InvalidInput, "shortest = 5 and longest = 4"), ("{", InvalidInput, "which is no JSON"),
-        ({"method": "mtp"}, Unsupported, 'the method "mtp"'), ({"max_batch": "all"}, InvalidInput, "max_batch = 'all'"),
+        ({"method": "medusa"}, Unsupported, 'the method "medusa"'), ({"max_batch": "all"}, InvalidInput, "max_batch = 'all'"),
     ],
 )  # fmt: skip
 def test_wrong_settings_get_a_sentence(given: object, kind: type[Exception], said: str) -> None:
@@ -270,6 +270,7 @@ def test_settings_are_words_dictionaries_and_json() -> None:
     assert Speculation.of("lookup") == Speculation.of({}) == Speculation.of('{"method": "ngram"}') == Speculation()
     vllm = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 3}
     assert Speculation.of(vllm) == Speculation(tokens=5, longest=3, shortest=3)
+    assert Speculation.of("mtp") == Speculation.of({"method": "deepseek_mtp"}) == Speculation(method="mtp", tokens=3)
     assert Speculation.of({"longest": 1}) == Speculation(longest=1, shortest=1)
 
 

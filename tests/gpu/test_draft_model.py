@@ -13,8 +13,8 @@ from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.steps import graphs
 from rooftile.models import Decoder
 from tests.engine.asking import ROOM, assert_clean, prompts
+from tests.engine.draft_heads import EaglePair, MtpPair
 from tests.engine.test_draft_model import ALWAYS
-from tests.engine.test_eagle3 import Pair
 from tests.engine.test_speculation import asked_params, told
 from tests.gpu.test_speculation import decoder_of
 
@@ -80,12 +80,13 @@ def test_the_drafts_steps_are_graphs_that_were_captured_before(monkeypatch) -> N
 
 
 @pytest.mark.parametrize("settings", [{}, {"enforce_eager": True}, {"num_blocks": 14}], ids=str)
-def test_a_head_of_eagle3_in_graphs(settings: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["eagle3", "mimo", "glm4_moe_lite"])
+def test_a_head_in_graphs(name: str, settings: dict[str, Any], tmp_path: Path) -> None:
     """Its guesses are those without graphs, and answers those without drafts."""
-    pair = Pair(tmp_path)
+    pair = EaglePair(tmp_path) if name == "eagle3" else MtpPair(tmp_path, name)
     params = [SamplingParams(temperature=n % 2, seed=n, max_tokens=30, ignore_eos=True) for n in range(24)]
     due = LLM(pair.folder, dtype="fp32", **ROOM).generate(prompts(24), params)
-    llm = LLM(pair.folder, dtype="fp32", speculative={"model": pair.head, "max_batch": 9}, max_num_seqs=8, **ROOM | settings)
+    llm = LLM(pair.folder, dtype="fp32", speculative=pair.asked | {"max_batch": 9}, max_num_seqs=8, **ROOM | settings)
     drafter, seen = llm.engine.speculator.drafter, list[tuple[list[int], list[int]]]()
     guess = drafter.guess
 

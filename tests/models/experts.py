@@ -26,6 +26,7 @@ GRANITE = SMALL | {
     "mamba_d_state": 12, "mamba_chunk_size": 16, "layer_types": ["mamba", "attention", "mamba", "attention"],
     "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2, "logits_scaling": 2.5,
 }  # fmt: skip
+GLM = SMALL | {"moe_intermediate_size": 12, "n_routed_experts": 8, "num_experts_per_tok": 3}
 GPT_OSS = SMALL | {
     "hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 3,
     "sliding_window": 7,
@@ -47,6 +48,11 @@ CONFIGS = {
     ),
     "olmoe": lambda: transformers.OlmoeConfig(**OLMOE),
     "olmoe, clipped": lambda: transformers.OlmoeConfig(**OLMOE, clip_qkv=0.7, norm_topk_prob=True, attention_bias=True),
+    "glm4_moe": lambda: transformers.Glm4MoeConfig(**GLM, head_dim=8),
+    "glm4_moe, norms, biases": lambda: transformers.Glm4MoeConfig(
+        **GLM, head_dim=16, use_qk_norm=True, attention_bias=True, n_group=4, topk_group=2, routed_scaling_factor=1.7,
+        first_k_dense_replace=2,
+    ),
     "granitemoehybrid": lambda: transformers.GraniteMoeHybridConfig(**GRANITE),
     "granitemoehybrid, rope, groups": lambda: transformers.GraniteMoeHybridConfig(
         **GRANITE | {"mamba_n_groups": 2, "mamba_conv_bias": False, "mamba_d_conv": 3}, position_embedding_type="rope",

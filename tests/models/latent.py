@@ -27,11 +27,16 @@ V3 = LATENT | {
     "first_k_dense_replace": 1, "n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
     "n_shared_experts": 2, "moe_intermediate_size": 12,
 }  # fmt: skip
+GLM_FLASH = {name: value for name, value in V3.items() if name != "first_k_dense_replace"} | {"n_group": 1, "topk_group": 1}
 V2 = V3 | {"topk_method": "group_limited_greedy", "routed_scaling_factor": 1.7}
 CONFIGS = {
     "deepseek_v3": lambda: transformers.DeepseekV3Config(**V3, rope_parameters=YARN),
     "deepseek_v3, one group": lambda: transformers.DeepseekV3Config(
         **V3 | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0}, norm_topk_prob=False, routed_scaling_factor=1.3
+    ),
+    "glm4_moe_lite": lambda: transformers.Glm4MoeLiteConfig(**GLM_FLASH),
+    "glm4_moe_lite, two dense": lambda: transformers.Glm4MoeLiteConfig(
+        **GLM_FLASH, mlp_layer_types=["dense", "dense", "sparse"], norm_topk_prob=False
     ),
     "deepseek_v2": lambda: transformers.DeepseekV2Config(**V2, rope_parameters=YARN | {"mscale": 1.1}),
     "deepseek_v2, greedy": lambda: transformers.DeepseekV2Config(**V2 | {"topk_method": "greedy", "q_lora_rank": None}),

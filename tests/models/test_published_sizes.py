@@ -37,6 +37,27 @@ PUBLISHED: dict[str, tuple[float, dict[str, Any]]] = {
         "moe_intermediate_size": 1408, "num_attention_heads": 16, "num_key_value_heads": 16, "n_routed_experts": 64,
         "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "max_position_embeddings": 4096,
     }),
+    # a layer of MTP is no part of the decoder
+    "GLM-4.5-Air": (106.85, {
+        "model_type": "glm4_moe", "vocab_size": 151552, "hidden_size": 4096, "intermediate_size": 10944, "num_hidden_layers": 46,
+        "moe_intermediate_size": 1408, "num_attention_heads": 96, "num_key_value_heads": 8, "head_dim": 128, "n_group": 1,
+        "n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "topk_group": 1,
+        "attention_bias": True, "use_qk_norm": False, "partial_rotary_factor": 0.5, "rope_theta": 1e6, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0, "max_position_embeddings": 131072, "num_nextn_predict_layers": 1,
+    }),
+    "GLM-4.7-Flash": (29.94, {
+        "model_type": "glm4_moe_lite", "vocab_size": 154880, "hidden_size": 2048, "intermediate_size": 10240,
+        "num_hidden_layers": 47, "moe_intermediate_size": 1536, "num_attention_heads": 20, "num_key_value_heads": 20,
+        "n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "n_group": 1,
+        "topk_group": 1, "kv_lora_rank": 512, "q_lora_rank": 768, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
+        "v_head_dim": 256, "routed_scaling_factor": 1.8, "rope_theta": 1e6, "max_position_embeddings": 202752,
+        "num_nextn_predict_layers": 1, "topk_method": "noaux_tc", "norm_topk_prob": True,
+    }),
+    "MiMo 7B": (7.62, {
+        "model_type": "mimo", "vocab_size": 151680, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "attention_bias": True, "use_sliding_window": False,
+        "max_position_embeddings": 32768, "rope_theta": 640000, "num_nextn_predict_layers": 1,
+    }),
     "gpt-oss 20B": (20.91, {
         "model_type": "gpt_oss", "vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,

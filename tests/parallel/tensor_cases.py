@@ -52,7 +52,7 @@ OF_TWO = (
     "llama, biases", "gpt2, untied, unscaled", "phi3, no window", "gpt_oss", "granitemoehybrid, rope, groups", "mamba2, groups",
     "jamba, biases", "deepseek_v3", "mistral", "qwen2", "qwen3, biases, windows", "gemma3_text", "ministral", "ministral3",
     "olmo3, yarn", "smollm3, windows", "bamba, groups, biases", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_text, tied, biases",
-    "olmo_hybrid, rotary, biases", "nemotron_h, experts", NATIVE_SPARSE,
+    "olmo_hybrid, rotary, biases", "nemotron_h, experts", "glm4_moe, norms, biases", NATIVE_SPARSE,
 )  # fmt: skip
 # an engine's caches for each kind of layer: keys, latents, states, branches
 SERVED = ("gpt2, untied, unscaled", "deepseek_v3", "jamba, biases", "bamba, groups, biases", "qwen3_next", NATIVE_SPARSE)

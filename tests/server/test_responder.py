@@ -227,7 +227,7 @@ def test_the_text_of_an_echo_is_made_within_the_time_and_before_the_engine_is_as
 
 @pytest.mark.parametrize(
     ("speculative", "method"),
-    [("lookup", "lookup"), ('{"model": "small"}', "draft"), ({"method": "eagle3", "model": "a"}, "eagle3")],
+    [("lookup", "lookup"), ('{"model": "small"}', "draft"), ({"method": "eagle3", "model": "a"}, "eagle3"), ("mtp", "mtp")],
 )
 def test_metrics_name_the_method_of_drafts(speculative: object, method: str) -> None:
     assert f'test:draft_method{{method="{method}",model_name="tiny"}} 1.0' in Metrics("test", "tiny", speculative).text().decode()

@@ -1,4 +1,4 @@
-"""`HeadRunner`: runs a head of EAGLE-3 as a draft model is run."""
+"""`HeadRunner`: runs a head as a draft model is run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rooftile.engine.mixers.step import StepTokens
 from rooftile.engine.steps.runner import Runner
-from rooftile.models.drafts.eagle3 import Eagle3Head
+from rooftile.models.drafts.head import DraftHead
 
 
 class HeadRunner(Runner):
@@ -20,7 +20,7 @@ class HeadRunner(Runner):
 
     behind = 2
 
-    def __init__(self, head: Eagle3Head, *given: Any, beside: Runner, **settings: Any) -> None:
+    def __init__(self, head: DraftHead, *given: Any, beside: Runner, **settings: Any) -> None:
         # it has what a runner asks of a decoder
         super().__init__(head, *given, beside=beside, **settings)  # type: ignore[arg-type]
         assert beside.features is not None

@@ -15,13 +15,17 @@ MOST_TOKENS = 31
 LONGEST_GRAM = 8
 SHORTEST = 2
 # the most tokens of a draft, where nothing is said
-USUAL = {"lookup": 15, "draft": 8, "eagle3": 5}
-METHODS = ("lookup", "draft", "eagle3")
+USUAL = {"lookup": 15, "draft": 8, "eagle3": 5, "mtp": 3}
+METHODS = tuple(USUAL)
+# methods that name no model: one looks tokens up, and one has its layer in the checkpoint
+ALONE = ("lookup", "mtp")
 # vLLM's words for these
-SAME = {"ngram": "lookup", "draft_model": "draft"}
+SAME = {
+    "ngram": "lookup", "draft_model": "draft", "deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp", "glm4_moe_lite_mtp": "mtp",
+    "mimo_mtp": "mtp",
+}  # fmt: skip
 LATER = {
-    name: f'speculative has the method "{name}"; has "lookup", "draft" and "eagle3" only'
-    for name in ("eagle", "mtp", "medusa", "deepseek_mtp")
+    name: f'speculative has the method "{name}"; has "lookup", "draft", "eagle3" and "mtp" only' for name in ("eagle", "medusa")
 }
 # vLLM's words for the same
 RENAMED = {
@@ -36,7 +40,8 @@ class Speculation:
 
     Args:
         method: "lookup" guesses that the text goes on as it did where its last tokens occurred before, in prompt or answer;
-            "draft" has a smaller model guess, and "eagle3" a head of EAGLE-3, which reads the model's hidden states.
+            "draft" has a smaller model guess, "eagle3" a head of EAGLE-3, which reads the model's hidden states, and "mtp" the
+            checkpoint's own layer of multi-token prediction.
         model: the smaller model, or the head: a folder or a name on the Hub; of a model also a decoder, or a configuration, whose
             weights are random.
         tokens: the most tokens of a draft.
@@ -75,7 +80,7 @@ class Speculation:
         if method in LATER:
             raise Unsupported(LATER[method])
         if method not in METHODS:
-            raise InvalidInput(f'speculative has the method {method!r}; must be "lookup", "draft" or "eagle3"')
+            raise InvalidInput(f'speculative has the method {method!r}; must be "lookup", "draft", "eagle3" or "mtp"')
         foreign = [name for name in asked if name not in cls.__dataclass_fields__]
         if foreign:
             raise InvalidInput(f"speculative has {foreign[0]!r}; may have {', '.join(cls.__dataclass_fields__)}")
@@ -98,18 +103,20 @@ class Speculation:
 
 def _check_model(asked: Mapping[str, Any]) -> None:
     """Refuses a method without its model, and settings of another method."""
-    model, drafts = asked.get("model"), asked["method"] != "lookup"
-    if drafts and (model is None or isinstance(model, int | float | bytes | list | dict) or model == ""):
+    model, method = asked.get("model"), asked["method"]
+    if method not in ALONE and (model is None or isinstance(model, int | float | bytes | list | dict) or model == ""):
         raise InvalidInput(
-            f"speculative has the method '{asked['method']}' and the model {model!r}; must be a folder, or a name on the Hub"
+            f"speculative has the method '{method}' and the model {model!r}; must be a folder, or a name on the Hub"
         )
-    if not drafts and model is not None:
+    if method in ALONE and model is not None:
         raise InvalidInput(
-            f'speculative has a model, {str(model)[:60]}, and the method "lookup", which needs none: leave one out'
+            f'speculative has a model, {str(model)[:60]}, and the method "{method}", which needs none: leave one out'
         )
     for name in ("longest", "shortest"):
-        if drafts and name in asked:
-            raise InvalidInput(f"speculative has {name} = {asked[name]} and a draft model, which looks nothing up: leave it out")
+        if method != "lookup" and name in asked:
+            raise InvalidInput(
+                f"speculative has {name} = {asked[name]} and the method '{method}', which looks nothing up: leave it out"
+            )
 
 
 def check_speculative(name: str, value: object) -> None:

@@ -17,12 +17,10 @@ from rooftile.engine.mixers.registry import mixers_of
 from rooftile.engine.ranks.place import Place
 from rooftile.engine.settings.config import EngineConfig
 from rooftile.engine.settings.table import SETTINGS
-from rooftile.engine.speculation.settings import Speculation
-from rooftile.engine.start.checkpoint import find_folder
-from rooftile.engine.start.tokenizers import check_draft_tokenizer
+from rooftile.engine.start.draft_plan import check_takes_drafts, plan_draft
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.models import Decoder, ModelConfig
-from rooftile.models.drafts.files import HeadPlan, is_head, plan_head
+from rooftile.models.drafts.head import HeadPlan
 from rooftile.models.parts import deals_experts
 from rooftile.weights.files.plan import check_device, plan_of, quantiser_of
 
@@ -98,11 +96,27 @@ class Blueprint(NamedTuple):
         _check_weights(model, config, device)
         for path in adapters_of(config.adapters).values():
             PeftConfig.of(path)
-        _check_drafts(mixers, shape, config)
-        draft = _draft_of(model, config, device, shape, max_len)
+        if config.speculative is not None:
+            check_takes_drafts(mixers, shape)
+        draft = cls._draft_of(model, config, device, shape, max_len)
         if draft is not None:
             layout = replace(layout, drafted=draft.bytes_beside())
         return cls(model, config, device, shape, max_len, mixers, layout, whole, deal_experts, draft)
+
+    @classmethod
+    def _draft_of(
+        cls, model: Model, config: EngineConfig, device: torch.device, shape: ModelConfig, max_len: int
+    ) -> Blueprint | None:  # fmt: skip
+        """Returns the blueprint of the draft model that is asked for, checked against the model; None if none is."""
+        plan = plan_draft(model, config, device, shape, max_len)
+        if plan is None:
+            return None
+        try:
+            found = cls.of(plan.model, plan.settings)
+        except (InvalidInput, Unsupported) as error:
+            raise type(error)(f"of the draft model: {error}") from None
+        check_takes_drafts(found.mixers, found.shape, of_draft=True)
+        return found._replace(head=plan.head)
 
 
 def find_device(model: Model, config: EngineConfig, place: int = 0) -> torch.device:
@@ -207,63 +221,6 @@ def _check_caches(layout: CacheLayout, config: EngineConfig) -> None:
             if given != SETTINGS[name].default:
                 said = f'"{given}"' if isinstance(given, str) else given
                 raise Unsupported(f"{name} is {said} and no layer of the model has a state: leave {name} out")
-
-
-def _check_drafts(mixers: tuple[Mixer, ...], shape: ModelConfig, config: EngineConfig) -> None:
-    """Refuses drafts for a model whose layers cannot take a token back."""
-    for mixer in mixers:
-        if config.speculative is not None and not mixer.takes_drafts:
-            raise Unsupported(
-                f"speculative is given, and the model has layers of the kind {shape.mixers[mixer.layers[0]]!r}, which cannot "
-                "take back what a refused token has left: leave it out"
-            )
-
-
-def _draft_of(
-    model: Model, config: EngineConfig, device: torch.device, shape: ModelConfig, max_len: int
-) -> Blueprint | None:  # fmt: skip
-    """Returns the blueprint of the draft model that is asked for, checked against the model; None if none is."""
-    asked = Speculation.of(config.speculative)
-    if asked is None or asked.model is None:
-        return None
-    draft = asked.model
-    if isinstance(draft, str | Path):
-        try:
-            draft = find_folder(draft, download=config.download)
-        except InvalidInput as error:
-            raise InvalidInput(f"of the draft model: {error}") from error
-    elif not isinstance(draft, Decoder | ModelConfig):
-        raise InvalidInput(f"speculative has the model {repr(draft)[:60]}; must be a folder, a name on the Hub, or a decoder")
-    head = plan_head(draft, shape) if isinstance(draft, Path) and is_head(draft) else None
-    if head is not None:
-        # its weights are read when the model's embedding is there
-        draft = replace(head.config, dtype=shape.dtype)
-        if config.deterministic:
-            raise Unsupported(
-                "deterministic is True and a head of EAGLE-3 drafts, whose features are joined otherwise: leave one out"
-            )
-    elif asked.method == "eagle3":
-        raise InvalidInput(f"speculative has the method 'eagle3', and {draft} is no head of EAGLE-3: name it as a draft model")
-    else:
-        check_draft_tokenizer(model, config, draft)
-    own = draft.config if isinstance(draft, Decoder) else ModelConfig.from_folder(draft) if isinstance(draft, Path) else draft
-    settings = replace(
-        config, speculative=None, adapters=None, max_adapters=None, max_adapter_rank=None, tokenizer=None, chat_template=None,
-        weights="auto", dtype="auto" if isinstance(draft, Decoder) or head is not None else config.dtype, device=device,
-        kv_dtype="fp8" if config.kv_dtype == "fp8" else "auto", num_blocks=None, max_model_len=min(max_len, own.max_len),
-        **{name: SETTINGS[name].default for name in ("state_dtype", "state_every", "state_share")},
-    )  # fmt: skip
-    try:
-        found = Blueprint.of(draft, settings)
-    except (InvalidInput, Unsupported) as error:
-        raise type(error)(f"of the draft model: {error}") from None
-    for mixer in found.mixers:
-        if not mixer.takes_drafts:
-            raise Unsupported(
-                f"the draft model has layers of the kind {found.shape.mixers[mixer.layers[0]]!r}, which cannot take back what a "
-                "refused token has left; give one with attention alone"
-            )
-    return found._replace(head=head)
 
 
 def _check_weights(model: Model, config: EngineConfig, device: torch.device) -> None:

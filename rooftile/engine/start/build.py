@@ -33,8 +33,7 @@ from rooftile.kvcache.caches import Caches
 from rooftile.kvcache.context_share import ContextShare
 from rooftile.models import Decoder, ModelConfig
 from rooftile.models.checkpoints.quantised import quantise_decoder
-from rooftile.models.drafts.eagle3 import Eagle3Head
-from rooftile.models.drafts.files import read_head
+from rooftile.models.drafts.head import DraftHead
 from rooftile.models.placement import Placement
 from rooftile.models.projection import Projection
 from rooftile.weights.files.plan import quantiser_of
@@ -100,13 +99,13 @@ def build_runner(
     return runner, Sizes(load, fit.blocks, max_len)
 
 
-def load_draft(blueprint: Blueprint, decoder: Decoder) -> Decoder | Eagle3Head:
+def load_draft(blueprint: Blueprint, decoder: Decoder) -> Decoder | DraftHead:
     """Loads a draft model, or a head for a decoder that is there."""
     if blueprint.head is None:
         return load_decoder(blueprint)
     compilation = start_compiling(blueprint)
     try:
-        return read_head(blueprint.head, decoder.embedding)
+        return blueprint.head.read(decoder)
     finally:
         if compilation is not None:
             compilation.finish()
@@ -210,7 +209,7 @@ def start_compiling(blueprint: Blueprint) -> Compilation | None:
 
 
 def count_blocks(
-    decoder: Decoder, blueprint: Blueprint, load: PeakLoad, group: RankGroup | None, draft: Decoder | Eagle3Head | None
+    decoder: Decoder, blueprint: Blueprint, load: PeakLoad, group: RankGroup | None, draft: Decoder | DraftHead | None
 ) -> memory.Fit:  # fmt: skip
     """Returns how many blocks and states the caches get; one sequence of the asked length fits into the blocks."""
     config, max_len, size = blueprint.config, blueprint.max_len, blueprint.layout.tokens
@@ -235,7 +234,7 @@ def count_blocks(
 
 
 def allocate_caches(
-    decoder: Decoder | Eagle3Head, layout: CacheLayout, config: EngineConfig, load: PeakLoad, num_blocks: int
+    decoder: Decoder | DraftHead, layout: CacheLayout, config: EngineConfig, load: PeakLoad, num_blocks: int
 ) -> Caches:
     """Allocates the memory of what the layers keep."""
     cached = config.cache_dtype(decoder.embedding.dtype)

@@ -14,11 +14,11 @@ from rooftile.engine.steps.runner import Runner
 from rooftile.kvcache import BlockPool
 from rooftile.kvcache.caches import Caches
 from rooftile.models import Decoder
-from rooftile.models.drafts.eagle3 import Eagle3Head
+from rooftile.models.drafts.head import DraftHead
 
 
 def add_draft(
-    runner: Runner, blueprint: Blueprint, decoder: Decoder | Eagle3Head, caches: Caches, answers: int, tokens: int
+    runner: Runner, blueprint: Blueprint, decoder: Decoder | DraftHead, caches: Caches, answers: int, tokens: int
 ) -> None:  # fmt: skip
     """Adds a draft model, or a head, to the runner of a larger model.
 
@@ -32,9 +32,8 @@ def add_draft(
     """
     runner.caches.draft = caches.pages
     graphs = not blueprint.config.enforce_eager
-    if isinstance(decoder, Eagle3Head):
-        assert blueprint.head is not None
-        runner.features = Features(decoder.fuse, blueprint.head.taps, runner.pages)
+    if isinstance(decoder, DraftHead):
+        runner.features = Features(decoder, runner.pages)
         runner.draft = HeadRunner(
             decoder, caches, blueprint.mixers, answers, blueprint.max_len, graphs=graphs, drafted=tokens, beside=runner
         )

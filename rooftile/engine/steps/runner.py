@@ -308,9 +308,9 @@ class Runner:
         if features is None:
             hidden: Tensor = self.decoder(tokens, places, attend, self._multiply)
             return hidden
-        streams: dict[int, Tensor | None] = dict.fromkeys(features.layers)
+        streams: dict[int, Tensor | None] = dict.fromkeys(features.taps)
         hidden = self.decoder(tokens, places, attend, self._multiply, streams)
-        features.write(streams, step.cells)
+        features.write(streams, hidden, step.cells)
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -71,6 +71,7 @@ _FAMILIES = {
     "nemotron_h": Names(
         prefix="backbone.", prefixes=("model.",), embedding="embeddings", norm="norm_f", gate_up=("up_proj",), skipped=("mtp.",)
     ),
+    "mimo": Names(skipped=("mtp_layers.",)),
     "phi3": Names(gate_up=("gate_up_proj",)),
     "gpt2": Names(prefix="transformer.", embedding="wte", layers="h", norm="ln_f"),
     "mamba": _MAMBA,
@@ -109,9 +110,9 @@ def names_of(config: ModelConfig) -> Names:
 def _of_family(config: ModelConfig) -> Names:
     if config.encoder is not None:
         return _of_encoder(config)
-    if config.family in ("deepseek_v2", "deepseek_v3"):
-        # layers behind the last are a second predictor
-        return Names(skipped=(f"layers.{config.layers}.",))
+    if config.family in ("deepseek_v2", "deepseek_v3", "glm4_moe", "glm4_moe_lite"):
+        # layers behind the last guess further tokens; config.json need not say that there is one
+        return Names(skipped=tuple(f"layers.{config.layers + n}." for n in range(max(1, config.mtp_layers))))
     # in layers with four norms the second has another name
     usual = Names(ffn_norm="pre_feedforward_layernorm") if config.post_norms else Names()
     return _FAMILIES.get(config.family, usual)

@@ -23,7 +23,7 @@ from rooftile.weights.files.settings import check_readable
 
 Places = Iterable[tuple[str, Tensor]]
 
-_PLAIN = ("BF16", "F16", "F32", "F64")
+PLAIN = ("BF16", "F16", "F32", "F64")
 # tensors in older checkpoints that are not weights: tables of frequencies, and GPT-2's causal mask
 _IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
@@ -187,6 +187,6 @@ def _check(found: Mapping[str, StoredTensor], places: Mapping[str, Tensor]) -> N
     ]
     if wrong:
         raise InvalidInput(f"the checkpoint's shapes differ from its config.json: {listed(wrong)}")
-    packed = [f"{stored.name} {stored.dtype()}" for stored in found.values() if stored.dtype() not in _PLAIN]
+    packed = [f"{stored.name} {stored.dtype()}" for stored in found.values() if stored.dtype() not in PLAIN]
     if packed:
         raise InvalidInput(f"the checkpoint has {listed(packed)}; must be bfloat16, float16 or float32, not quantised")

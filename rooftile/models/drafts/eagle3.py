@@ -13,18 +13,18 @@ Li, Wei, Zhang, Zhang, EAGLE-3, arXiv:2503.01840.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
-from rooftile.fused.norm import add_norm, normalise
+from rooftile.fused.norm import normalise
 from rooftile.models.attention_layer import AttentionLayer
 from rooftile.models.config import ModelConfig
-from rooftile.models.decoder import rotation_at
-from rooftile.models.layers import Attend, Layer
+from rooftile.models.drafts.head import DraftHead
+from rooftile.models.layers import Attend
 from rooftile.models.placement import Placement
 from rooftile.models.projection import Multiply, Norm, Projection
 
@@ -32,33 +32,28 @@ from rooftile.models.projection import Multiply, Norm, Projection
 TAPS = 3
 
 
-class Eagle3Head(nn.Module):
+class Eagle3Head(DraftHead):
     """A head with uninitialised weights, except for the decoder's embedding, which it shares.
 
     Args:
         config: its layer; `vocab_size` is the decoder's.
         drafted: how many tokens it can guess.
         embedding: the decoder's embedding, (vocab_size, hidden).
+        taps: the three layers of the decoder whose streams it reads.
     """
 
-    def __init__(self, config: ModelConfig, drafted: int, embedding: Tensor) -> None:
-        super().__init__()
+    fuse: Tensor
+
+    def __init__(self, config: ModelConfig, drafted: int, embedding: Tensor, taps: tuple[int, ...]) -> None:
         placement = Placement(embedding.dtype, embedding.device)
-        self.config, self.embedding = config, embedding
-        self.fuse = placement.parameter(config.hidden, TAPS * config.hidden)
         layer = AttentionLayer(config, 0, placement)
         layer.qkv = Projection(layer.qkv.outputs, 2 * config.hidden, bias=config.qkv_bias, placement=placement)
-        # a ModuleList is a sequence of its modules, but torch's types do not say so
-        self.layers = cast("Sequence[Layer]", nn.ModuleList([layer]))
-        self.hidden_norm, self.norm = (Norm(config, config.hidden, placement=placement) for _ in range(2))
+        norm, fuse = Norm(config, config.hidden, placement=placement), placement.parameter(config.hidden, TAPS * config.hidden)
+        super().__init__(config, embedding, layer, norm, taps=taps, fuse=fuse)
+        self.hidden_norm = Norm(config, config.hidden, placement=placement)
         self.head = placement.parameter(drafted, config.hidden)
         self.tokens = torch.zeros(drafted, dtype=torch.int64, device=embedding.device)
         """The decoder's token of each row of the head."""
-        table = (
-            None if config.rotary is None else config.rotary.table(config.max_len, dtype=embedding.dtype, device=embedding.device)
-        )
-        self.rotary: Tensor | None
-        self.register_buffer("rotary", table, persistent=False)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the weights with their names in a folder."""
@@ -92,27 +87,13 @@ class Eagle3Head(nn.Module):
     def forward(
         self, tokens: Tensor, positions: Tensor, features: Tensor, attend: Attend, multiply: Multiply = linear
     ) -> tuple[Tensor, Tensor]:
-        """Returns what logits are made of, and what takes the place of the next features, (total, hidden) each.
-
-        Args:
-            tokens: the decoder's tokens, each of the position behind its features', (total,) int64.
-            positions: the positions of the features, (total,) int64.
-            features: the decoder's, or this head's own, (total, hidden); they are overwritten.
-            attend: mixes the tokens of its layer.
-            multiply: computes the linear projections.
-        """
-        layer = self.layers[0]
-        assert layer.mixer_norm is not None
-        assert layer.ffn_norm is not None
-        assert layer.feed_forward is not None
+        mixer_norm = self.layers[0].mixer_norm
+        assert mixer_norm is not None
         embedded = self.embedding.index_select(0, tokens)
-        both = torch.cat((normalise(embedded, layer.mixer_norm), normalise(features, self.hidden_norm)), dim=1)
-        x = layer.mix(0, both, rotation_at(self.rotary, positions), attend, multiply)
-        x, stream = add_norm(x, features, layer.ffn_norm)
-        return add_norm(layer.feed_forward(x, multiply), stream, self.norm)
+        both = torch.cat((normalise(embedded, mixer_norm), normalise(features, self.hidden_norm)), dim=1)
+        return self._through_layer(both, features, positions, attend, multiply)
 
     def logits(self, hidden: Tensor, multiply: Multiply = linear) -> Tensor:
-        """Returns logits (n, vocab_size) of hidden states (n, hidden): -inf for tokens that it cannot guess."""
         scores = multiply(hidden, self.head, None)
         whole = scores.new_full((len(scores), self.config.vocab_size), -torch.inf)
         return whole.index_copy_(1, self.tokens, scores)

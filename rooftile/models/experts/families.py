@@ -1,11 +1,13 @@
-"""Reads config.json of decoders with experts in place of dense feed-forwards: Mixtral, Qwen 3 MoE, OLMoE, DeepSeekMoE
-and gpt-oss.
+"""Reads config.json of decoders with experts in place of dense feed-forwards: Mixtral, Qwen 3 MoE, OLMoE, DeepSeekMoE,
+GLM-4.5 and gpt-oss.
 
 What config.json says of a router's training is not read: its loss (`router_aux_loss_coef`, `aux_loss_alpha`, `seq_aux`), noise
 (`router_jitter_noise`), and whether logits are returned (`output_router_logits`). No answer depends on them.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
 from rooftile.models.experts.sizes import ExpertSizes
@@ -18,6 +20,11 @@ from rooftile.weights.files.settings import Settings
 _ROPE_OF_GPT_OSS = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
+}  # fmt: skip
+# Transformers' defaults of GLM-4.5 where they differ from DeepSeek-V3's
+_GLM = {
+    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5,
+    "num_nextn_predict_layers": 1,
 }  # fmt: skip
 
 
@@ -82,6 +89,19 @@ def deepseek(settings: Settings) -> Fields:
     )  # fmt: skip
 
 
+def glm4_moe(settings: Settings) -> Fields:
+    """Reads a GLM-4.5: attention that rotates half of each head, and the experts of DeepSeek-V3."""
+    settings = Settings({**_GLM, **settings.values}, settings.folder)
+    experts = behind_dense_layers(
+        settings, router_of_deepseek_v3(settings), dense=1, active=settings.size("num_experts_per_tok", 8), experts=128, shared=1,
+        width=1408, selection_bias=True,
+    )  # fmt: skip
+    return decoder_fields(
+        settings, "glm4_moe", partly=True, qkv_bias=settings.flag("attention_bias"), qk_norm=settings.flag("use_qk_norm"),
+        mtp_layers=settings.whole("num_nextn_predict_layers"), **experts,
+    )  # fmt: skip
+
+
 def gpt_oss(settings: Settings) -> Fields:
     """Reads a gpt-oss: experts in all layers, attention with sinks, and a window in every second layer from the first."""
     layers, bias = settings.layers("num_hidden_layers"), settings.flag("attention_bias", True)
@@ -115,6 +135,38 @@ def sizes_of(
         experts=number_of_experts(settings, experts), router=router,
         hidden=settings.size(hidden) if width is None else settings.size(hidden, width),
     )  # fmt: skip
+
+
+def router_of_deepseek_v3(settings: Settings) -> Fields:
+    """Reads how DeepSeek-V3 finds a token's experts and gates, but for how many they are."""
+    return Fields(
+        groups=settings.size("n_group", 8), active_groups=settings.size("topk_group", 4), group_score="sum of best two",
+        score="sigmoid",
+        normalise=settings.flag("norm_topk_prob", True), scale=settings.positive("routed_scaling_factor", 2.5),
+    )  # fmt: skip
+
+
+def behind_dense_layers(
+    settings: Settings, router: Fields, *, dense: int, active: int | None, experts: int, shared: int, width: int, **more: Any
+) -> Fields:
+    """Reads which layers have experts, and their sizes; the first `dense` have none, unless config.json says how many."""
+    layers, first = settings.layers("num_hidden_layers"), settings.whole("first_k_dense_replace", dense)
+    if settings.size("moe_layer_freq", 1) != 1:
+        raise settings.refused(
+            f"has moe_layer_freq {settings.size('moe_layer_freq')}; supported is 1: experts in all further layers"
+        )
+    feed_forwards = tuple("dense" if n < first else "experts" for n in range(layers))
+    if "experts" not in feed_forwards:
+        return {"feed_forwards": feed_forwards}
+    check_silu(settings)
+    if active is None:
+        active = settings.size("num_experts_per_tok")
+    hidden = settings.size("moe_intermediate_size", width)
+    sizes = ExpertSizes(
+        experts=settings.size("n_routed_experts", experts), hidden=hidden, router=Router(active=active, **router),
+        shared=settings.whole("n_shared_experts", shared) * hidden, **more,
+    )  # fmt: skip
+    return {"feed_forwards": feed_forwards, "experts": sizes}
 
 
 def number_of_experts(settings: Settings, default: int) -> int:

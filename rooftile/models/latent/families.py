@@ -1,4 +1,4 @@
-"""Reads config.json of models with multi-head latent attention: DeepSeek-V2 and V3."""
+"""Reads config.json of models with multi-head latent attention: DeepSeek-V2 and V3, and GLM-4.7-Flash."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ import math
 from typing import Any
 
 from rooftile.models.common_fields import Fields, decoder_fields
-from rooftile.models.experts.families import check_silu
-from rooftile.models.experts.sizes import ExpertSizes
+from rooftile.models.experts.families import behind_dense_layers, router_of_deepseek_v3
 from rooftile.models.latent.sizes import LatentSizes
-from rooftile.moe.router import Router
 from rooftile.weights.files.settings import Settings
+
+# Transformers' defaults where they differ from DeepSeek-V3's
+_GLM_FLASH = {
+    "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.8, "num_experts_per_tok": 4, "n_routed_experts": 64,
+    "moe_intermediate_size": 1536, "first_k_dense_replace": 1, "q_lora_rank": 768, "qk_nope_head_dim": 192, "v_head_dim": 256,
+    "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1,
+}  # fmt: skip
 
 
 def deepseek_v2(settings: Settings) -> Fields:
@@ -26,61 +31,43 @@ def deepseek_v2(settings: Settings) -> Fields:
     elif method != "greedy":
         raise settings.refused(f"has topk_method {str(method)[:40]!r}; supported are 'greedy' and 'group_limited_greedy'")
     scale = settings.positive("routed_scaling_factor", 1.0)
-    experts = _experts(settings, Fields(scale=scale, **groups), dense=0, active=None, experts=64, shared=2, width=1407)
+    experts = behind_dense_layers(settings, Fields(scale=scale, **groups), dense=0, active=None, experts=64, shared=2, width=1407)
     return _deepseek(settings, "deepseek_v2", interleaved=True, bos=1, eos=2, **experts)
 
 
-def deepseek_v3(settings: Settings) -> Fields:
-    """Reads a DeepSeek-V3."""
+def deepseek_v3(settings: Settings, family: str = "deepseek_v3") -> Fields:
+    """Reads a DeepSeek-V3, or another family with its layers."""
     interleaved = settings.values.get("rope_interleave")
     _check(settings, "scoring_func", "sigmoid")
     _check(settings, "topk_method", "noaux_tc")
-    router = Fields(
-        groups=settings.size("n_group", 8), active_groups=settings.size("topk_group", 4), group_score="sum of best two",
-        score="sigmoid",
-        normalise=settings.flag("norm_topk_prob", True), scale=settings.positive("routed_scaling_factor", 2.5),
+    experts = behind_dense_layers(
+        settings, router_of_deepseek_v3(settings), dense=3, active=settings.size("num_experts_per_tok", 8), experts=256, shared=1,
+        width=2048, selection_bias=True,
     )  # fmt: skip
-    experts = _experts(
-        settings,
-        router,
-        dense=3,
-        active=settings.size("num_experts_per_tok", 8),
-        experts=256,
-        shared=1,
-        width=2048,
-        selection_bias=True,
-    )
     interleaved = interleaved is None or bool(interleaved)
-    return _deepseek(settings, "deepseek_v3", interleaved=interleaved, bos=0, eos=1, **experts)
+    return _deepseek(
+        settings, family, interleaved=interleaved, bos=0, eos=1, **experts,
+        mtp_layers=settings.whole("num_nextn_predict_layers", 1),
+    )  # fmt: skip
+
+
+def glm4_moe_lite(settings: Settings) -> Fields:
+    """Reads a GLM-4.7-Flash: the layers of DeepSeek-V3, with other sizes."""
+    kinds = settings.values.get("mlp_layer_types")
+    said: Fields = {}
+    if kinds is not None:
+        layers = settings.layers("num_hidden_layers")
+        dense = kinds.count("dense") if isinstance(kinds, list) else 0
+        if kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+            raise settings.refused(f"has mlp_layer_types {repr(kinds)[:40]}; supported are 'dense' layers, then 'sparse' ones")
+        said["first_k_dense_replace"] = dense
+    return deepseek_v3(Settings({**_GLM_FLASH, **settings.values, **said}, settings.folder), "glm4_moe_lite")
 
 
 def _check(settings: Settings, name: str, due: str) -> None:
     """Refuses a word of the router that the family was not trained with."""
     if settings.values.get(name) not in (None, due):
         raise settings.refused(f"has {name} {repr(settings.values[name])[:40]}; supported is {due!r}, as this family was trained")
-
-
-def _experts(
-    settings: Settings, router: Fields, *, dense: int, active: int | None, experts: int, shared: int, width: int, **more: Any
-) -> Fields:
-    """Reads which layers have experts, and their sizes; the first `dense` have none, unless config.json says how many."""
-    layers, first = settings.layers("num_hidden_layers"), settings.whole("first_k_dense_replace", dense)
-    if settings.size("moe_layer_freq", 1) != 1:
-        raise settings.refused(
-            f"has moe_layer_freq {settings.size('moe_layer_freq')}; supported is 1: experts in all further layers"
-        )
-    feed_forwards = tuple("dense" if n < first else "experts" for n in range(layers))
-    if "experts" not in feed_forwards:
-        return {"feed_forwards": feed_forwards}
-    check_silu(settings)
-    if active is None:
-        active = settings.size("num_experts_per_tok")
-    hidden = settings.size("moe_intermediate_size", width)
-    sizes = ExpertSizes(
-        experts=settings.size("n_routed_experts", experts), hidden=hidden, router=Router(active=active, **router),
-        shared=settings.whole("n_shared_experts", shared) * hidden, **more,
-    )  # fmt: skip
-    return {"feed_forwards": feed_forwards, "experts": sizes}
 
 
 def _deepseek(settings: Settings, family: str, *, interleaved: bool, bos: int, eos: int, **feed_forward: Any) -> Fields:

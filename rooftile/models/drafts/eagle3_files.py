@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rooftile.errors import InvalidInput
+from rooftile.models.checkpoints.stored import StoredTensor
 from rooftile.models.checkpoints.weights import opened
 from rooftile.models.config import ModelConfig, config_of
+from rooftile.models.decoder import Decoder
 from rooftile.models.drafts.eagle3 import TAPS, Eagle3Head
 from rooftile.weights.files.folder import files_of
 from rooftile.weights.files.settings import read_json
@@ -21,8 +23,8 @@ from rooftile.weights.files.settings import read_json
 TABLES = ("d2t", "t2d")
 
 
-class HeadPlan(NamedTuple):
-    """A head, before its weights are read.
+class Eagle3Plan(NamedTuple):
+    """A head of EAGLE-3, before its weights are read.
 
     Args:
         folder: where it is.
@@ -36,15 +38,47 @@ class HeadPlan(NamedTuple):
     drafted: int
     taps: tuple[int, ...]
 
+    @torch.inference_mode()
+    def read(self, decoder: Decoder) -> Eagle3Head:
+        """See `HeadPlan.read`."""
+        head = Eagle3Head(self.config, self.drafted, decoder.embedding, self.taps)
+        with ExitStack() as stack:
+            files = [stack.enter_context(opened(path)) for path in files_of(self.folder)]
+            stored = {name: StoredTensor(file, name) for file in files for name in file.keys()}  # noqa: SIM118
+            self._fill(head, stored)
+            rows = torch.arange(self.drafted)
+            tokens = rows + (stored["d2t"].get_tensor().long() if "d2t" in stored else 0)
+            if "embed_tokens.weight" in stored:
+                own = stored["embed_tokens.weight"].get_tensor().to(decoder.embedding)
+                head.embedding = nn.Parameter(own, requires_grad=False)
+        shape, vocabulary = decoder.embedding.shape, self.config.vocab_size
+        if head.embedding.shape != shape or not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
+            raise InvalidInput(f"{self.folder} has a d2t or an embedding of another vocabulary than {vocabulary:,} tokens")
+        head.tokens.copy_(tokens)
+        return head
 
-def is_head(folder: Path) -> bool:
+    def _fill(self, head: Eagle3Head, stored: dict[str, StoredTensor]) -> None:
+        due = dict(head.tensors())
+        unknown = sorted(set(stored) - set(due) - set(TABLES) - {"embed_tokens.weight"})
+        missing = sorted(set(due) - set(stored))
+        if missing or unknown:
+            which = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which no head of EAGLE-3 has"
+            raise InvalidInput(f"{self.folder} {which}; a head has fc, midlayer, norm, lm_head, d2t and t2d")
+        for name, place in due.items():
+            found = stored[name].get_tensor()
+            if found.shape != place.shape:
+                raise InvalidInput(f"{self.folder} has {name} of the shape {tuple(found.shape)}; must be {tuple(place.shape)}")
+            place.copy_(found)
+
+
+def is_eagle3(folder: Path) -> bool:
     """Tells whether a folder has a head of EAGLE-3, by its config.json."""
     settings = _settings(folder)
     named = settings.get("architectures")
     return "draft_vocab_size" in settings or (isinstance(named, list) and any("Eagle3" in str(name) for name in named))
 
 
-def plan_head(folder: Path, target: ModelConfig) -> HeadPlan:
+def plan_eagle3(folder: Path, target: ModelConfig) -> Eagle3Plan:
     """Checks a head's configuration against the decoder that it drafts for.
 
     Raises:
@@ -68,48 +102,7 @@ def plan_head(folder: Path, target: ModelConfig) -> HeadPlan:
     taps = (2, target.layers // 2, target.layers - 3) if taps is None else taps
     if len(taps) != TAPS or any(not isinstance(n, int) or not 0 <= n < target.layers for n in taps):
         raise InvalidInput(f"{folder} reads the layers {list(taps)}; must be {TAPS} of the {target.layers} that the model has")
-    return HeadPlan(folder, replace(config, max_len=target.max_len), drafted, tuple(taps))
-
-
-@torch.inference_mode()
-def read_head(plan: HeadPlan, embedding: Tensor) -> Eagle3Head:
-    """Reads a head's weights.
-
-    Args:
-        plan: the head.
-        embedding: the decoder's embedding, whose dtype and device it takes.
-
-    Raises:
-        InvalidInput: tensors are missing, or have other shapes.
-    """
-    head = Eagle3Head(plan.config, plan.drafted, embedding)
-    with ExitStack() as stack:
-        stored: dict[str, Any] = {}
-        for path in files_of(plan.folder):
-            file = stack.enter_context(opened(path))
-            stored |= dict.fromkeys(file.keys(), file)
-        due = dict(head.tensors())
-        unknown = sorted(set(stored) - set(due) - set(TABLES) - {"embed_tokens.weight"})
-        missing = sorted(set(due) - set(stored))
-        if missing or unknown:
-            which = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which no head of EAGLE-3 has"
-            raise InvalidInput(f"{plan.folder} {which}; a head has fc, midlayer, norm, lm_head, d2t and t2d")
-        for name, place in due.items():
-            found = stored[name].get_tensor(name)
-            if found.shape != place.shape:
-                raise InvalidInput(f"{plan.folder} has {name} of the shape {tuple(found.shape)}; must be {tuple(place.shape)}")
-            place.copy_(found)
-        rows = torch.arange(plan.drafted)
-        tokens = rows + (stored["d2t"].get_tensor("d2t").long() if "d2t" in stored else 0)
-        if "embed_tokens.weight" in stored:
-            own = stored["embed_tokens.weight"].get_tensor("embed_tokens.weight").to(embedding)
-            head.embedding = nn.Parameter(own, requires_grad=False)
-    if head.embedding.shape != embedding.shape or not 0 <= int(tokens.min()) <= int(tokens.max()) < plan.config.vocab_size:
-        raise InvalidInput(
-            f"{plan.folder} has a d2t or an embedding of another vocabulary than {plan.config.vocab_size:,} tokens"
-        )
-    head.tokens.copy_(tokens)
-    return head
+    return Eagle3Plan(folder, replace(config, max_len=target.max_len), drafted, tuple(taps))
 
 
 def _settings(folder: Path) -> dict[str, Any]:
