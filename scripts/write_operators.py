@@ -12,7 +12,8 @@ import rooftile.engine.steps.runner
 import rooftile.moe
 import rooftile.optim
 import rooftile.qat
-import rooftile.recommend.hstu.attention  # noqa: F401
+import rooftile.recommend.hstu.attention
+import rooftile.recommend.target.attention  # noqa: F401
 from rooftile.runtime.operators import DEFINED
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "operators.md"
@@ -104,6 +105,9 @@ COMPUTES = {
     "gathered_attention_backward": "its gradients",
     "hstu_attention": "attention without softmax over packed users' events, with tables of distances and times",
     "hstu_attention_backward": "its gradients",
+    "target_attention": "attention of candidates to their user's events, with softmax or without, whole or the events chosen",
+    "target_attention_backward": "its gradients",
+    "target_search": "the k events of a user that a candidate reads: by scores, bits of hashes, or category",
 }
 
 

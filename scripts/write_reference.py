@@ -232,6 +232,10 @@ PAGES = (
         (
             Section("Attention over users' events", "rooftile.recommend", ("hstu_attention", "RelativeBias", "time_edges")),
             Section(
+                "Target attention", "rooftile.recommend",
+                ("target_attention", "target_attention_with_events", "simhash", "simhash_planes"),
+            ),
+            Section(
                 "Layers and training", "rooftile.recommend", ("HSTU", "HSTURecommender", "stochastic_length"),
             ),
             Section(

@@ -337,6 +337,24 @@ def _hstu_backward(arguments: tuple[Any, ...], results: Any) -> Work:
     return Work(forward.flops * 5 // 2, _nbytes(arguments), _nbytes(results))
 
 
+def _target(arguments: tuple[Any, ...], results: Any) -> Work:
+    q, _, values, _, events, cu_q, cu, *_ = arguments
+    flops = users.target_flops(q, q.shape[2] + values.shape[2], events, cu_q, cu)
+    return Work(flops, _nbytes(arguments), _nbytes(results))
+
+
+def _target_backward(arguments: tuple[Any, ...], results: Any) -> Work:
+    forward = _target(arguments[3:], results)
+    return Work(forward.flops * 5 // 2, _nbytes(arguments), _nbytes(results))
+
+
+def _target_search(arguments: tuple[Any, ...], results: Any) -> Work:
+    q, _, _, cu_q, cu, _, kind, *_ = arguments
+    # only the exact search multiplies
+    flops = users.target_flops(q, q.shape[2], None, cu_q, cu) if kind == "exact" else 0
+    return Work(flops, _nbytes(arguments), _nbytes(results))
+
+
 def _tensors(x: Any) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
@@ -455,4 +473,7 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "gathered_attention_backward": _gathered_backward,
     "hstu_attention": _hstu,
     "hstu_attention_backward": _hstu_backward,
+    "target_attention": _target,
+    "target_attention_backward": _target_backward,
+    "target_search": _target_search,
 }

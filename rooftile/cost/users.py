@@ -31,3 +31,17 @@ def hstu_flops(q: Tensor, v: Tensor, cu: Tensor, targets: Tensor | None, context
     seen = Mask(left, right, prefix, tuple(mask[3:]))
     pairs = sum(hstu_pairs(n, contextual, m, seen) for n, m in zip(lengths, last, strict=True))
     return 2 * pairs * q.shape[1] * (q.shape[2] + v.shape[2])
+
+
+def target_flops(q: Tensor, dims: int, events: Tensor | None, cu_q: Tensor, cu: Tensor) -> int:
+    """Counts the FLOPs of target attention's products, `dims` per pair and head: of candidates and all events, or those chosen.
+
+    Example:
+        >>> target_flops(torch.empty(3, 2, 8), 8 + 4, None, torch.tensor([0, 3]), torch.tensor([0, 5]))
+        720
+    """
+    if events is None:
+        pairs = int((cu_q.diff().long() * cu.diff()).sum()) * q.shape[1]
+    else:
+        pairs = int((events >= 0).sum()) * (q.shape[1] // events.shape[1])
+    return 2 * pairs * dims

@@ -5,6 +5,7 @@
     bias = recommend.RelativeBias(positions, times, recommend.time_edges(buckets))
     layer = recommend.HSTU(64, heads=2, positions=256)                       # projection, attention, norm and gate
     model = recommend.HSTURecommender(items)                                 # model.loss(events, cu, times)
+    o = recommend.target_attention(candidates, events, cu, top_k=100)        # candidates (B, M, H, D), events (total, H, D)
 
     from rooftile.recommend import data, metrics
     events = data.read_events("ml-1m").last(200)                             # or data.planted_events(...)
@@ -14,6 +15,7 @@
 Inside:
 
 hstu         attention without softmax (generative recommenders)
+target       candidates against a user's history, whole or searched (DIN, SIM, ETA, TWIN)
 data         users' events from files, and drawn with planted interests
 metrics      hit rate, NDCG, and the area under the curve by group
 """
@@ -28,8 +30,13 @@ if TYPE_CHECKING:
     from rooftile.recommend.hstu.layer import HSTU
     from rooftile.recommend.hstu.model import HSTURecommender
     from rooftile.recommend.hstu.stochastic_length import stochastic_length
+    from rooftile.recommend.target.attention import target_attention, target_attention_with_events
+    from rooftile.recommend.target.search.simhash import simhash, simhash_planes
 
-__all__ = ["HSTU", "HSTURecommender", "RelativeBias", "hstu_attention", "stochastic_length", "time_edges"]
+__all__ = [
+    "HSTU", "HSTURecommender", "RelativeBias", "hstu_attention", "simhash", "simhash_planes", "stochastic_length",
+    "target_attention", "target_attention_with_events", "time_edges",
+]  # fmt: skip
 
 __getattr__ = late_names(
     "rooftile.recommend",
@@ -37,5 +44,8 @@ __getattr__ = late_names(
         "hstu_attention": "rooftile.recommend.hstu.attention", "RelativeBias": "rooftile.recommend.hstu.bias",
         "time_edges": "rooftile.recommend.hstu.bias", "HSTU": "rooftile.recommend.hstu.layer",
         "HSTURecommender": "rooftile.recommend.hstu.model", "stochastic_length": "rooftile.recommend.hstu.stochastic_length",
+        "target_attention": "rooftile.recommend.target.attention",
+        "target_attention_with_events": "rooftile.recommend.target.attention",
+        "simhash": "rooftile.recommend.target.search.simhash", "simhash_planes": "rooftile.recommend.target.search.simhash",
     },
 )  # fmt: skip

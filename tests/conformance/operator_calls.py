@@ -23,7 +23,7 @@ from rooftile.fused.rope import Rotation, rotate
 from rooftile.kvcache import Copy, Pages
 from rooftile.numerics import quantise_rows
 from rooftile.optim import AdamW
-from rooftile.recommend import RelativeBias, hstu_attention
+from rooftile.recommend import RelativeBias, hstu_attention, target_attention
 from tests.conformance.sparse_calls import SPARSE_CALLS
 from tests.conformance.state_calls import STATE_CALLS
 from tests.engine.sampling import assign
@@ -485,6 +485,35 @@ def _hstu_backward(device: torch.device) -> Work:
     return Work(2 * _USERS_PAIRS * 2 * (8 + 4) * 5 // 2, read, 5 * 2 * (8 + 8 + 4) * 4 + 3 * 4)
 
 
+def _candidates(device: torch.device, requires_grad: bool = False, **more: int) -> Tensor:
+    """Three candidates of a user with five events, two of a user without."""
+    q, keys = (torch.randn(n, heads, 8, device=device, requires_grad=requires_grad) for n, heads in ((5, 2), (5, 1)))
+    bias = torch.randn(5, device=device, requires_grad=requires_grad)
+    cu_q, cu = torch.tensor([0, 3, 5], device=device), torch.tensor([0, 5, 5], device=device)
+    return target_attention(q, keys, cu, cu_q=cu_q, bias=bias, weights="silu", short="all" if more else None, **more)
+
+
+# q, keys, which are the values too, the bias and the offsets
+_CANDIDATES_READ = (5 * 2 * 8 + 5 * 8 + 5) * 4 + 2 * 3 * 8
+
+
+def _target(device: torch.device) -> Work:
+    _candidates(device)
+    return Work(2 * 15 * 2 * 16, _CANDIDATES_READ, 5 * 2 * 8 * 4)
+
+
+def _target_backward(device: torch.device) -> Work:
+    o = _candidates(device, True)
+    o.backward(torch.ones_like(o))
+    # without softmax there is no lse
+    return Work(2 * 15 * 2 * 16 * 5 // 2, 2 * 5 * 2 * 8 * 4 + _CANDIDATES_READ, (5 * 2 * 8 + 2 * 5 * 8 + 5) * 4)
+
+
+def _target_search(device: torch.device) -> Work:
+    _candidates(device, top_k=2)
+    return Work(2 * 15 * 2 * 8, _CANDIDATES_READ, 5 * 2 * 2 * 4)
+
+
 def _adamw(device: torch.device) -> Work:
     w = torch.nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16, device=device))
     w.grad = torch.ones_like(w)
@@ -564,5 +593,8 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "gathered_attention": _gathered,
     "hstu_attention": _hstu,
     "hstu_attention_backward": _hstu_backward,
+    "target_attention": _target,
+    "target_attention_backward": _target_backward,
+    "target_search": _target_search,
     "gathered_attention_backward": _gathered_backward,
 }

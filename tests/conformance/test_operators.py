@@ -26,7 +26,7 @@ DIFFERENTIABLE = {
     "ssd", "ssd_backward", "selective_scan", "selective_scan_backward", "causal_conv", "causal_conv_backward", "gated_delta",
     "gated_delta_backward",
     "selected_attention_backward", "gated_sum", "gated_sum_backward", "gathered_attention", "gathered_attention_backward",
-    "hstu_attention",
+    "hstu_attention", "target_attention",
     "linear_quantised", "linear_rounded", "weight_rounded", "norm", "sum_norm", "gated_norm", "gated", "gate_up", "rotary",
     "softmax", "cross_entropy", "experts", "experts_backward",
     "linear_cross_entropy", "linear_cross_entropy_reduced", "linear_two_four", "linear_masked",

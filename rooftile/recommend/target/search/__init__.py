@@ -1,0 +1,1 @@
+"""Searches of a history: which k events a candidate reads."""
