@@ -106,3 +106,13 @@ def bias_of(words: dict[str, Any], start: int, i: int, j: int, end: int, h: int)
     positions, times = (x.detach() for x in (bias.positions, bias.times))
     bucket = bisect.bisect_right(bias.edges.tolist(), seconds)
     return float(positions[0, min(max(distance, 0), positions.shape[1] - 1)] + times[h, bucket])
+
+
+def own_pairs(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, targets: tuple[int, ...], alpha: float, scale: float | None) -> Tensor:
+    """The part of y that targets' pairs with themselves are; 0 for other rows."""
+    y = torch.zeros_like(v)
+    for b, (start, stop) in enumerate(zip(cu.tolist(), cu.tolist()[1:], strict=False)):
+        own = slice(stop - targets[b], stop)
+        x = alpha * (q[own] * k[own]).sum(-1, keepdim=True)
+        y[own] = torch.nn.functional.silu(x) * v[own] * (1 / max(stop - start, 1) if scale is None else scale)
+    return y

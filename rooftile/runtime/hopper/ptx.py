@@ -10,6 +10,7 @@
     WIDEN_BF16             a pair of bf16 as two fp32 numbers                                          softmax
     finite_text            a pair of bf16 or fp16 as fp32, NaN for each that is not finite             quantised
     LOG2                   the approximate log2 of an fp32 number                                      flash_bwd
+    LOGISTIC_PAIR          1 / (1 + 2^a) of two fp32 numbers, by one reciprocal                        recommend
     ROUND                  the nearest integer to an fp32 number, ties to even                         quantised
     exchange_text          the register of the lane that is `lanes` away                               quantised
     dependent_launch_text  nothing: lets the next kernel begin, or waits for the one before            pipeline, quantised
@@ -29,6 +30,12 @@ from rooftile.runtime.hopper.gluon import gl, gluon
 
 COPY = gl.constexpr("mov.b32 $0, $1;")
 LOG2 = gl.constexpr("lg2.approx.f32 $0, $1;")
+# 1/x = y / (x y) and 1/y = x / (x y): a reciprocal takes four times as long as a product. 2^63 stands for what is above it
+LOGISTIC_PAIR = gl.constexpr(
+    "{ .reg .f32 x, y, r; min.f32 x, $2, 0f427C0000; min.f32 y, $3, 0f427C0000; ex2.approx.ftz.f32 x, x; ex2.approx.ftz.f32 y, y; "
+    "add.f32 x, x, 0f3F800000; add.f32 y, y, 0f3F800000; mul.f32 r, x, y; rcp.approx.ftz.f32 r, r; mul.f32 $0, r, y; "
+    "mul.f32 $1, r, x; }"
+)
 ROUND = gl.constexpr("cvt.rni.s32.f32 $0, $1;")
 WIDEN_FP16 = gl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }")
 WIDEN_BF16 = gl.constexpr("shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;")

@@ -11,18 +11,23 @@ from rooftile.recommend.hstu.problem import Problem, Users
 from rooftile.recommend.hstu.tiled import Gradients
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, users: Users, problem: Problem) -> Tensor:
-    """Returns y (total, H, Dv)."""
-    return outputs.forward(*(_rows(x) for x in (q, k, v)), users, problem)
+def forward(q: Tensor, k: Tensor, v: Tensor, users: Users, problem: Problem, y: Tensor | None = None) -> Tensor:
+    """Returns y (total, H, Dv); writes it into a tensor that is given."""
+    return outputs.forward(*(rows(x) for x in (q, k, v)), users, problem, y)
 
 
-def backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, users: Users, problem: Problem) -> Gradients:
-    """Returns the gradients of y's inputs, of tables in fp32."""
-    dy, q, k, v = (_rows(x) for x in (dy, q, k, v))
-    dq, d_positions, d_times = gradients_of_rows(dy, q, k, v, users, problem)
-    dk, dv = gradients_of_keys(dy, q, k, v, users, problem)
+def backward(
+    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, users: Users, problem: Problem,
+    grads: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Gradients:  # fmt: skip
+    """Returns the gradients of y's inputs, of tables in fp32; writes dq, dk and dv into tensors that are given."""
+    dy, q, k, v = (rows(x) for x in (dy, q, k, v))
+    dq, dk, dv = grads or (x.new_empty(x.shape) for x in (q, k, v))
+    d_positions, d_times = gradients_of_rows(dq, dy, q, k, v, users, problem)
+    gradients_of_keys(dk, dv, dy, q, k, v, users, problem)
     return Gradients(dq, dk, dv, d_positions, d_times)
 
 
-def _rows(x: Tensor) -> Tensor:
+def rows(x: Tensor) -> Tensor:
+    """x, or a copy whose last axis is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()

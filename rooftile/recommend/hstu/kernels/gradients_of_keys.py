@@ -139,11 +139,11 @@ def _gradients_of_keys(
 _start = Kernel(_gradients_of_keys)
 
 
-def gradients_of_keys(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, users: Users, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Returns dk (total, H, D) and dv (total, H, Dv); the last axes of all inputs are contiguous."""
-    dk, dv = k.new_empty(k.shape), v.new_empty(v.shape)
+def gradients_of_keys(
+    dk: Tensor, dv: Tensor, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, users: Users, problem: Problem
+) -> None:  # fmt: skip
+    """Fills dk (total, H, D) and dv (total, H, Dv); the last axes of all inputs are contiguous."""
     call = launch_of("keys", q, k, v, users, problem, "keys")
     if dk.numel():
         strides = (*call.strides, (dy.stride(0), dy.stride(1)))
         _start((call.programs, 1, 1), (q, k, v, dy, dk, dv, *call.users, *strides, call.B, call.H, call.numbers), call.constants)
-    return dk, dv

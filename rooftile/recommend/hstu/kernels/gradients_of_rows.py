@@ -209,10 +209,9 @@ _start = Kernel(_gradients_of_rows)
 
 
 def gradients_of_rows(
-    dy: Tensor, q: Tensor, k: Tensor, v: Tensor, users: Users, problem: Problem
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Returns dq (total, H, D), and the gradients of the tables in fp32; the last axes of all inputs are contiguous."""
-    dq = q.new_empty(q.shape)
+    dq: Tensor, dy: Tensor, q: Tensor, k: Tensor, v: Tensor, users: Users, problem: Problem
+) -> tuple[Tensor | None, Tensor | None]:
+    """Fills dq (total, H, D), and returns the gradients of the tables in fp32; the last axes of all inputs are contiguous."""
     call = launch_of("rows", q, k, v, users, problem, "rows")
     tables = users.position_table, users.time_table
     has_sums = any(table is not None for table in tables)
@@ -231,7 +230,7 @@ def gradients_of_rows(
         positions[:, 0] += positions[:, -2]
         positions[:, -3] += positions[:, -1]
         positions = positions[:, :-2]
-    return dq, positions, times
+    return positions, times
 
 
 def _added(sums: Tensor, H: int, rows: int) -> Tensor:

@@ -122,9 +122,9 @@ def _forward(
 _start = Kernel(_forward)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, users: Users, problem: Problem) -> Tensor:
-    """Returns y (total, H, Dv); the last axes of q, k and v are contiguous."""
-    y = v.new_empty(v.shape)
+def forward(q: Tensor, k: Tensor, v: Tensor, users: Users, problem: Problem, y: Tensor | None = None) -> Tensor:
+    """Returns y (total, H, Dv), written into a tensor that is given; the last axes of q, k and v are contiguous."""
+    y = v.new_empty(v.shape) if y is None else y
     call = launch_of("forward", q, k, v, users, problem, "rows")
     if y.numel():
         _start((call.programs, 1, 1), (q, k, v, y, *call.users, *call.strides, call.B, call.H, call.numbers), call.constants)

@@ -109,8 +109,8 @@ def add_bias(s, bias, scoring: ScoreNumbers):
 
 
 @gluon.jit
-def apply_mask(s, row, column, work, mask: MaskBounds, ROWS: gl.constexpr = WG_ROWS):
-    """Scores with -inf for each key that its row does not see."""
+def apply_mask(s, row, column, work, mask: MaskBounds, ROWS: gl.constexpr = WG_ROWS, HIDDEN: gl.constexpr = float("-inf")):
+    """Scores with -inf, or another number, for each key that its row does not see."""
     KEYS: gl.constexpr = s.shape[1]
     # columns as (eights, lane of four, pair): what a thread holds differs by constants, and a lane shifts its limits
     parts = s.reshape([WG_ROWS, KEYS // 8, 4, 2])
@@ -125,7 +125,7 @@ def apply_mask(s, row, column, work, mask: MaskBounds, ROWS: gl.constexpr = WG_R
     sees = j <= _row(mask.last_key(i, work.S)) - start
     if mask.LEFT or mask.CHUNK:
         sees = sees & (j >= _row(mask.first_key(i)) - start)
-    return gl.convert_layout(gl.where(sees, parts, float("-inf")).reshape([WG_ROWS, KEYS]), s.type.layout)
+    return gl.convert_layout(gl.where(sees, parts, HIDDEN).reshape([WG_ROWS, KEYS]), s.type.layout)
 
 
 @gluon.jit

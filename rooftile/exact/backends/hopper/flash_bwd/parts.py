@@ -171,8 +171,8 @@ def issue_mma_qk(a, rows: Ring, fill, DIM: gl.constexpr, config: BackwardConfig)
 
 
 @gluon.jit
-def apply_mask_transposed(x, s, t, work: WorkTile, mask: MaskBounds):
-    """Scores of 64 keys from s on by 64 queries from t on, with -inf for each query that does not see the key.
+def apply_mask_transposed(x, s, t, work: WorkTile, mask: MaskBounds, HIDDEN: gl.constexpr = float("-inf")):
+    """Scores of 64 keys from s on by 64 queries from t on, with -inf, or another number, for each query that does not see the key.
 
     As `softmax.hidden`: along the columns a thread compares constants, with two limits a row.
     """
@@ -193,7 +193,7 @@ def apply_mask_transposed(x, s, t, work: WorkTile, mask: MaskBounds):
     sees = column <= _limit(high) - start
     if mask.RIGHT or mask.PREFIX or mask.CHUNK:
         sees = sees & (column >= _limit(mask.first_position(j) - offset) - start)
-    return gl.convert_layout(gl.where(sees, parts, float("-inf")).reshape([ROWS, COLUMNS]), x.type.layout)
+    return gl.convert_layout(gl.where(sees, parts, HIDDEN).reshape([ROWS, COLUMNS]), x.type.layout)
 
 
 @gluon.jit
