@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rooftile.errors import Unsupported
 from tests.recommend.hstu_cases import D64, MASKS, Case, case
 
 pytestmark = pytest.mark.gpu
@@ -46,3 +47,40 @@ def test_in_a_captured_graph() -> None:
             y = given.run()
         graph.replay()
     assert torch.equal(y, due)
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128])
+@pytest.mark.parametrize("targets", [None, TARGETS])
+@pytest.mark.parametrize("mask", MASKS)
+def test_kernels_for_hopper(mask, targets, dim) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm90 (Hopper)")
+    given = case(mask, 0, targets, False, lengths=LENGTHS, D=dim, Dv=dim).to(torch.bfloat16, "cuda")
+    if targets is not None and mask in ("window", "both sides", "chunk"):
+        with pytest.raises(Unsupported, match="without a bound to the left"):
+            given.run("hopper")
+        return
+    exact = given.to(D64, "cuda")
+    dy = torch.randn(exact.v.shape, dtype=D64, device="cuda").bfloat16()
+    first = gradients(given, dy, "hopper")
+    for found, due in zip(first, gradients(exact, dy.double(), "eager"), strict=True):
+        assert (found.double() - due).abs().max() <= 2e-2 * due.abs().max()
+    for again, before in zip(gradients(given, dy, "hopper"), first, strict=True):
+        assert torch.equal(again, before)
+
+
+@pytest.mark.parametrize("targets", [None, TARGETS])
+def test_a_hidden_nan_stays_hidden_on_hopper(targets) -> None:
+    """Rows before it, and other users, have the numbers that they have without it."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm90 (Hopper)")
+    given = case("causal", 0, targets, False, lengths=LENGTHS, D=64, Dv=64).to(torch.bfloat16, "cuda")
+    dy = torch.randn(given.v.shape, device="cuda").bfloat16()
+    place = 630 if targets is None else 690
+    with torch.no_grad():
+        for x in given.leaves:
+            x[place] = torch.nan
+    for found, due in zip(gradients(given, dy, "hopper"), gradients(given, dy, "triton"), strict=True):
+        assert torch.equal(found.isnan(), due.isnan())
+        assert not due.isnan().all()
+        torch.testing.assert_close(found, due, equal_nan=True, rtol=2e-2, atol=2e-2)

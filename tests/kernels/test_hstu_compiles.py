@@ -37,3 +37,25 @@ def test_forward_and_gradients(dim: int, bias: bool, dtype: torch.dtype, sm: int
         assert found.shared <= SHARED[sm]
         assert found.matrix or dtype == torch.float32
         assert found.hot_spills == 0
+
+
+def test_what_finishes_the_kernels_for_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call launches the kernels for Hopper, targets' own pairs, and what computes again where a NaN was met."""
+    pytest.importorskip("triton.experimental.gluon", reason="this Triton has no Gluon")
+    from rooftile.recommend.hstu.hopper import launch
+
+    monkeypatch.setattr(launch, "processors", lambda device: 132)
+    monkeypatch.setattr(launch, "counter", lambda device: torch.zeros(2, dtype=torch.int32))
+    q, k, v = (torch.randn(1536, 4, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 512, 1536], dtype=torch.int32)
+    with recorded(90) as launches:
+        y = recommend.hstu_attention(q, k, v, cu, alpha=0.1, targets=4, backend="hopper")
+        y.sum().backward()
+    names = [one.name for one in launches.values()]
+    assert names == [
+        "hstu_forward", "_own_outputs", "_forward",
+        "hstu_gradients_of_keys", "hstu_gradients_of_rows", "_own_gradients", "_gradients_of_rows", "_gradients_of_keys",
+    ]  # fmt: skip
+    for one in launches.values():
+        if one.name.startswith("_own"):
+            assert compiled(one, 90).shared <= SHARED[90]

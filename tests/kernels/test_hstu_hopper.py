@@ -13,6 +13,7 @@ from torch import Tensor
 
 triton = pytest.importorskip("triton", reason="Triton is not installed on this platform")
 
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 import rooftile as rt  # noqa: E402
@@ -20,22 +21,19 @@ from rooftile.exact.backends.hopper.device import mask as device_mask  # noqa: E
 from rooftile.exact.backends.hopper.device import mma, nan_fallback, scheduler, softmax  # noqa: E402
 from rooftile.exact.backends.hopper.flash_bwd import parts  # noqa: E402
 from rooftile.exact.backends.hopper.flash_fwd import store  # noqa: E402
+from rooftile.exact.backends.hopper.tiles import padded  # noqa: E402
+from rooftile.exact.backends.hopper.tma import layout  # noqa: E402
 from rooftile.recommend import hstu_attention  # noqa: E402
-from rooftile.recommend.hstu.hopper import (  # noqa: E402
-    forward,
-    gradients_of_keys,
-    gradients_of_rows,
-    launch,
-    users,
-)
+from rooftile.recommend.hstu.hopper import gradients_of_keys, gradients_of_rows, launch, outputs, users  # noqa: E402
 from rooftile.recommend.hstu.problem import Problem, Users  # noqa: E402
-from tests.kernels import emulated  # noqa: E402
+from tests.kernels import emulated, hopper_machine_code  # noqa: E402
 from tests.kernels.emulated import Held, held  # noqa: E402
 from tests.kernels.emulated_copies import Box, Buffer, record, tma_load, tma_store  # noqa: E402
+from tests.kernels.recorded import SHARED  # noqa: E402
 from tests.recommend.hstu_cases import own_pairs  # noqa: E402
 
 MODULES = (
-    device_mask, mma, nan_fallback, scheduler, softmax, parts, store, users, forward, gradients_of_keys, gradients_of_rows
+    device_mask, mma, nan_fallback, scheduler, softmax, parts, store, users, outputs, gradients_of_keys, gradients_of_rows
 )  # fmt: skip
 NUMBERS = ("left", "right", "prefix", "chunk", "LEFT", "RIGHT", "PREFIX", "CHUNK")
 
@@ -258,3 +256,46 @@ def test_a_hidden_nan_sets_the_flag(row: int) -> None:
     assert flag.item() or torch.equal(y[:90].isnan().any(), torch.tensor(False))
     launch.backward(dy, q, k, v, given, problem, flag)
     assert flag.item()
+
+
+def compiled(kernel: Any, D: int, mask: rt.Mask, targets: bool, tile: Any) -> hopper_machine_code.Found:
+    """A kernel's machine code, as `launch` starts it."""
+    bounds = (mask.left is not None, mask.right is not None, mask.prefix is not None, bool(mask.chunks))
+    constants = {word: x for word, x in launch._constants(D, bounds, targets, tile).items() if word != "num_warps"}
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name.endswith("_desc"):
+            box = (1, 1, tile.KEYS if name in ("k_desc", "v_desc") and hasattr(tile, "KEYS") else 64, padded(D))
+            return f"tensordesc<bf16{list(box)},{layout(box, torch.bfloat16)!r}>"
+        if name.endswith("_ptr"):
+            return "*i32" if name in ("cu_ptr", "targets_ptr", "nan_flag_ptr", "counter_ptr") else "*bf16"
+        return "fp32" if name in ("alpha", "scale") else "i32"
+
+    names = kernel.arg_names
+    source = GluonASTSource(
+        kernel, {name: kind(name) for name in names}, {(names.index(word),): x for word, x in constants.items()},
+        {(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if name.endswith("_ptr")},
+    )  # fmt: skip
+    built, words = hopper_machine_code._build(source, {"num_warps": 4}, anew=True)
+    return hopper_machine_code._read(built, words, SimpleNamespace(kernel="flash_bwd"))
+
+
+@pytest.mark.parametrize(
+    ("name", "D", "mask", "targets"),
+    [
+        ("hstu_forward", 128, rt.CAUSAL, True), ("hstu_forward", 64, rt.Window(9, 9) & rt.Chunk(8) & rt.Prefix(5), False),
+        ("hstu_gradients_of_keys", 128, rt.CAUSAL, True), ("hstu_gradients_of_keys", 64, rt.CAUSAL, False),
+        ("hstu_gradients_of_rows", 128, rt.CAUSAL, True),
+    ],
+)  # fmt: skip
+def test_kernels_fit_the_chip_and_keep_their_loops_in_registers(name: str, D: int, mask: rt.Mask, targets: bool) -> None:
+    tiles = {"hstu_forward": launch.FORWARD, "hstu_gradients_of_keys": launch.KEYS, "hstu_gradients_of_rows": launch.QUERIES}
+    found = compiled(getattr(launch, name), D, mask, targets, tiles[name][D > 64])
+    assert found.shared <= SHARED[90]
+    assert found.products > 0
+    assert not found.serialised, "ptxas takes the matrix products one by one (a C75xx warning)"
+    # a word or two in the loop under a mask, as in the softmax backward
+    assert found.hot_spills <= (4 if name == "hstu_gradients_of_keys" else 0)
+    assert (found.undefined, found.overwritten) == (0, 0)

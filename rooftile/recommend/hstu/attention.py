@@ -16,13 +16,14 @@ from rooftile.recommend.hstu import definition, tiled
 from rooftile.recommend.hstu.arguments import check_call
 from rooftile.recommend.hstu.bias import RelativeBias
 from rooftile.recommend.hstu.problem import Problem, Users, decode_mask, encode_mask
+from rooftile.recommend.hstu.refusals import refusal_of_hopper, refusal_of_triton
 from rooftile.runtime.arguments import check_backend, check_deterministic
-from rooftile.runtime.devices import arch, lack_of_kernels, warn_without_triton
+from rooftile.runtime.devices import warn_without_triton
 from rooftile.runtime.launch import device_of
 from rooftile.runtime.operators import below_autograd, define, transforms_active, wants_grad, watched
 from rooftile.runtime.words import answers_foreign_words
 
-BACKENDS = ("triton", "tiled", "eager")
+BACKENDS = ("hopper", "triton", "tiled", "eager")
 
 
 @answers_foreign_words
@@ -65,8 +66,9 @@ def hstu_attention(
         targets: how many last rows of each user are targets: an int for all, or (B,).
         scale: of the sum. None divides it by n, the number of the user's rows; the reference implementation divides by the padded
             length N, which is `scale=1 / N`.
-        backend: "triton" (kernels), "tiled" (plain operations, tile by tile) or "eager" (the definition); None or "auto" takes
-            the fastest that runs.
+        backend: "triton" (kernels), "tiled" (plain operations, tile by tile), "eager" (the definition), or "hopper" (kernels
+            for sm90 in bfloat16 without a bias or contextual rows, which are taken only when they are named, since they have
+            not been timed); None or "auto" takes the fastest that runs.
         deterministic: accepted as in `rooftile.attention`; results of kernels, and on a CPU, always are. With
             "tiled" on a GPU gradients of tables follow `torch.use_deterministic_algorithms`.
 
@@ -88,9 +90,9 @@ def hstu_attention(
     q, k, v, users, problem = check_call(q, k, v, cu, alpha, mask, bias, times, positions, contextual, targets, scale)
     way = check_backend(backend, BACKENDS)
     check_deterministic(deterministic)
-    reason = _refusal(q, v, users, problem)
-    if way == "triton" and reason is not None:
-        raise Unsupported(f"backend 'triton' cannot run HSTU attention: {reason}")
+    reason = (refusal_of_hopper if way == "hopper" else refusal_of_triton)(q, v, users, problem)
+    if way in ("hopper", "triton") and reason is not None:
+        raise Unsupported(f"backend {way!r} cannot run HSTU attention: {reason}")
     if way == "eager" or transforms_active():
         with torch.autocast(q.device.type, enabled=False):
             return definition.hstu_attention(q, k, v, users, problem)
@@ -108,27 +110,17 @@ def hstu_attention(
     return _run(*arguments)
 
 
-def _refusal(q: Tensor, v: Tensor, users: Users, problem: Problem) -> str | None:
-    """Says why no kernel runs such tensors; None if one does."""
-    if lack := lack_of_kernels(arch(q.device)):
-        return lack
-    if q.dtype == torch.float64:
-        return "q is float64; has float32, bfloat16 and float16"
-    if max(q.shape[2], v.shape[2]) > 256:
-        return f"head dim is {q.shape[2]} for q and {v.shape[2]} for v; has up to 256"
-    if users.positions is not None:
-        return "positions came; has the numbers of a user's rows"
-    if len(problem.mask.chunks) > 1:
-        return f"mask {problem.mask}; has one chunk size"
-    return None
-
-
 def _module(backend: str) -> Any:
     if backend == "tiled":
         return tiled
-    from rooftile.recommend.hstu import kernels
+    if backend == "triton":
+        from rooftile.recommend.hstu import kernels
 
-    return kernels
+        return kernels
+    # Triton may lack Gluon, which those kernels are written in
+    from rooftile.recommend.hstu import hopper
+
+    return hopper
 
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Users, Problem, Any]:

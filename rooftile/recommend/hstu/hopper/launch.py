@@ -12,7 +12,7 @@ from rooftile.exact.backends.hopper.counters import counter
 from rooftile.exact.backends.hopper.plan import PACKED_TAIL, processors
 from rooftile.exact.backends.hopper.tiles import WARPGROUP, Flags, padded
 from rooftile.exact.backends.hopper.tma import descriptor, readable
-from rooftile.recommend.hstu.hopper.forward import hstu_forward
+from rooftile.recommend.hstu.hopper.outputs import hstu_forward
 from rooftile.recommend.hstu.hopper.gradients_of_keys import hstu_gradients_of_keys
 from rooftile.recommend.hstu.hopper.gradients_of_rows import hstu_gradients_of_rows
 from rooftile.recommend.hstu.problem import Problem, Users

@@ -27,7 +27,7 @@ def _targets(cu_ptr, targets_ptr, B, H, numbers, SPEC: tl.constexpr):
     user, tile = user_and_tile(tl.program_id(0) // H, h, B, tensors, numbers, SPEC.ROWS, SPEC)
     i = tile * SPEC.ROWS + tl.arange(0, SPEC.ROWS)
     own = (i >= user.end) & (i < user.n)
-    return user, h, i, own, tensors, numbers
+    return user, h.to(tl.int64), i, own, tensors, numbers
 
 
 # fmt: off
@@ -41,7 +41,6 @@ def _own_outputs(
         d = tl.arange(0, SPEC.BLOCK_D)
         dv = tl.arange(0, SPEC.BLOCK_DV)
         rows = (user.start + i.to(tl.int64))[:, None]
-        h = h.to(tl.int64)
         q = load_rows(q_ptr + rows * q_strides[0] + h * q_strides[1] + d[None, :], own, d, SPEC.D, True)
         k = load_rows(k_ptr + rows * k_strides[0] + h * k_strides[1] + d[None, :], own, d, SPEC.D, True)
         v = load_rows(v_ptr + rows * v_strides[0] + h * v_strides[1] + dv[None, :], own, dv, SPEC.DV, True)
@@ -64,7 +63,6 @@ def _own_gradients(
         d = tl.arange(0, SPEC.BLOCK_D)
         d_v = tl.arange(0, SPEC.BLOCK_DV)
         rows = (user.start + i.to(tl.int64))[:, None]
-        h = h.to(tl.int64)
         q = load_rows(q_ptr + rows * q_strides[0] + h * q_strides[1] + d[None, :], own, d, SPEC.D, True).to(tl.float32)
         k = load_rows(k_ptr + rows * k_strides[0] + h * k_strides[1] + d[None, :], own, d, SPEC.D, True).to(tl.float32)
         v = load_rows(v_ptr + rows * v_strides[0] + h * v_strides[1] + d_v[None, :], own, d_v, SPEC.DV, True).to(tl.float32)
