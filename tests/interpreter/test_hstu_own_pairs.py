@@ -28,7 +28,12 @@ def test_outputs_and_gradients(dtype: torch.dtype, scale: float | None) -> None:
     add_own_outputs(y, q, k, v, users, problem)
     add_own_gradients(*grads, dy, q, k, v, users, problem)
     error = 1e-5 if dtype == torch.float32 else 2e-2
-    wanted = (before[0] + due, before[1] + dq, torch.where(own[:, None, None], dk, before[2]), torch.where(own[:, None, None], dv, before[3]))
+    wanted = (
+        before[0] + due,
+        before[1] + dq,
+        torch.where(own[:, None, None], dk, before[2]),
+        torch.where(own[:, None, None], dv, before[3]),
+    )
     for found, exact in zip((y, *grads), wanted, strict=True):
         assert (found.double() - exact).abs().max() <= error * exact.abs().max()
     for found, earlier in zip((y, *grads), before, strict=True):

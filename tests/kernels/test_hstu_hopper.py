@@ -102,6 +102,11 @@ class Config(SimpleNamespace):
         return work.h
 
 
+ARITHMETIC: dict[str, Any] = {
+    "min": torch.fmin, "ex2": torch.exp2, "add": torch.add, "mul": torch.mul, "rcp": torch.reciprocal
+}  # fmt: skip
+
+
 def asm(text: Any, constraints: str, arguments: list[Tensor], dtype: Any, is_pure: bool, pack: int) -> Held:
     """Runs PTX of fp32 arithmetic on neighbours in pairs."""
     assert pack == 2
@@ -112,11 +117,8 @@ def asm(text: Any, constraints: str, arguments: list[Tensor], dtype: Any, is_pur
         if line.strip() and not line.strip().startswith(".reg"):
             name, rest = line.strip().split(" ", 1)
             to, *given = (each.strip() for each in rest.split(","))
-            a, *b = (registers[each] if each in registers else torch.tensor(known[each]) for each in given)
-            registers[to] = {
-                "min": lambda: torch.fmin(a, b[0]), "ex2": lambda: torch.exp2(a), "add": lambda: a + b[0],
-                "mul": lambda: a * b[0], "rcp": lambda: 1 / a,
-            }[name.split(".")[0]]()  # fmt: skip
+            operands = [registers[each] if each in registers else torch.tensor(known[each]) for each in given]
+            registers[to] = ARITHMETIC[name.split(".")[0]](*operands)
     return held(torch.stack((registers["$0"], registers["$1"]), -1).flatten(-2))
 
 

@@ -32,9 +32,9 @@ COPY = gl.constexpr("mov.b32 $0, $1;")
 LOG2 = gl.constexpr("lg2.approx.f32 $0, $1;")
 # 1/x = y / (x y) and 1/y = x / (x y): a reciprocal takes four times as long as a product. 2^63 stands for what is above it
 LOGISTIC_PAIR = gl.constexpr(
-    "{ .reg .f32 x, y, r; min.f32 x, $2, 0f427C0000; min.f32 y, $3, 0f427C0000; ex2.approx.ftz.f32 x, x; ex2.approx.ftz.f32 y, y; "
-    "add.f32 x, x, 0f3F800000; add.f32 y, y, 0f3F800000; mul.f32 r, x, y; rcp.approx.ftz.f32 r, r; mul.f32 $0, r, y; "
-    "mul.f32 $1, r, x; }"
+    "{ .reg .f32 x, y, r; min.f32 x, $2, 0f427C0000; min.f32 y, $3, 0f427C0000; "
+    "ex2.approx.ftz.f32 x, x; ex2.approx.ftz.f32 y, y; add.f32 x, x, 0f3F800000; add.f32 y, y, 0f3F800000; "
+    "mul.f32 r, x, y; rcp.approx.ftz.f32 r, r; mul.f32 $0, r, y; mul.f32 $1, r, x; }"
 )
 ROUND = gl.constexpr("cvt.rni.s32.f32 $0, $1;")
 WIDEN_FP16 = gl.constexpr("{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.f32.f16 $0, low; cvt.f32.f16 $1, high; }")

@@ -4,7 +4,8 @@
     compute  scores transposed, keys by rows:  S^T = K Q^T,     W^T = S^T gate(alpha S^T),   dV += W^T dY
                                                dP^T = V dY^T,   dS = dP slope(alpha S),      dK += dS^T Q
 
-Every sum has one owner and one order, so two runs agree bit for bit. Alpha and the division by a user's rows are factors at the end.
+Every sum has one owner and one order, so two runs agree bit for bit. Alpha and the division by a user's rows are factors at the
+end.
 """
 
 from rooftile.exact.backends.hopper.device.config import WG_ROWS
@@ -136,7 +137,9 @@ def _compute(
         flag_nan(nan_flag_ptr, dk, config, True)
         flag_nan(nan_flag_ptr, dv, config, True)
         # no other warpgroup reads these values
-        store_rows(room, dv.to(dv_ptr.dtype.element_ty), dv_desc, dv_ptr, work, H, s_0, work.k_start, work.T, config.DIM_V, config)
+        store_rows(
+            room, dv.to(dv_ptr.dtype.element_ty), dv_desc, dv_ptr, work, H, s_0, work.k_start, work.T, config.DIM_V, config
+        )
         wait_for_store()
         store_rows(room, dk.to(dk_ptr.dtype.element_ty), dk_desc, dk_ptr, work, H, s_0, work.k_start, work.T, config.DIM, config)
         wait_for_store()

@@ -12,9 +12,9 @@ from rooftile.exact.backends.hopper.counters import counter
 from rooftile.exact.backends.hopper.plan import PACKED_TAIL, processors
 from rooftile.exact.backends.hopper.tiles import WARPGROUP, Flags, padded
 from rooftile.exact.backends.hopper.tma import descriptor, readable
-from rooftile.recommend.hstu.hopper.outputs import hstu_forward
 from rooftile.recommend.hstu.hopper.gradients_of_keys import hstu_gradients_of_keys
 from rooftile.recommend.hstu.hopper.gradients_of_rows import hstu_gradients_of_rows
+from rooftile.recommend.hstu.hopper.outputs import hstu_forward
 from rooftile.recommend.hstu.problem import Problem, Users
 from rooftile.runtime.launch import Kernel
 
@@ -23,7 +23,7 @@ ROWS = 2 * WARPGROUP
 
 
 class ForwardTile(NamedTuple):
-    """What a program of the forward holds in shared memory."""
+    """The shared memory and registers of a program of the forward."""
 
     KEYS: int  # keys per block
     Q_STAGES: int
@@ -34,7 +34,7 @@ class ForwardTile(NamedTuple):
 
 
 class BackwardTile(NamedTuple):
-    """What a program of a backward kernel holds in shared memory."""
+    """The shared memory and registers of a program of a backward kernel."""
 
     STAGES: int  # blocks of 64
     COMPUTE_REGISTERS: int = 240

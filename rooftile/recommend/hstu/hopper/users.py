@@ -103,7 +103,7 @@ def exponent_factor(alpha):
 
 @gluon.jit
 def factor_of(work: WorkTile, scale, by_rows):
-    """What a user's sums are multiplied by: 1 over the number of its rows, or `scale`."""
+    """Returns the factor of a user's sums: 1 over the number of its rows, or `scale`."""
     return gl.where(by_rows != 0, 1.0 / gl.maximum(work.T, 1).to(gl.float32), scale)
 
 

@@ -172,7 +172,7 @@ def issue_mma_qk(a, rows: Ring, fill, DIM: gl.constexpr, config: BackwardConfig)
 
 @gluon.jit
 def apply_mask_transposed(x, s, t, work: WorkTile, mask: MaskBounds, HIDDEN: gl.constexpr = float("-inf")):
-    """Scores of 64 keys from s on by 64 queries from t on, with -inf, or another number, for each query that does not see the key.
+    """Scores of 64 keys from s on by 64 queries from t on, with -inf, or another number, where a query does not see the key.
 
     As `softmax.hidden`: along the columns a thread compares constants, with two limits a row.
     """
