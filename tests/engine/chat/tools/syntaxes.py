@@ -216,7 +216,7 @@ def core_of(case: Case, kind: str) -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     # a long text is one word: a few merges of its ends, and none of a whole call
     pieces = [text[place : place + size] for text in corpus for size in (2, 3, 5) for place in range(len(text) - size + 1)]
-    made.train_from_iterator(pieces * 2, trainers.BpeTrainer(vocab_size=560, initial_alphabet=alphabet, show_progress=False))
+    made.train_from_iterator(pieces * 2, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False))
     made.add_special_tokens([END])
     if kind != "spelt":
         special = kind == "special"

@@ -1,7 +1,7 @@
 """The syntaxes of calls, each with its reader and its grammar.
 
-JSON objects     hermes, llama_json, mistral, listed, cohere
-between tokens   deepseek, kimi; both by sectioned
-tags             qwen_xml, glm, minimax; all by tagged
-values           pythonic; python_values and python_rules read and write them
+hermes         an object in a pair of tags; listed, mistral and cohere have lists of objects, llama_json bare ones
+sectioned      calls between tokens: deepseek, kimi
+tagged         arguments in tags: qwen_xml, glm, minimax
+pythonic       calls of Python; python_values reads its literals, python_rules writes their grammar
 """
