@@ -149,7 +149,7 @@ def test_fp8_on_a_gpu_without_it_is_refused_before_anything_is_loaded(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setitem(devices._KNOWN, torch.device("cuda", 0), "sm86")
-    for name in ("rooftile.engine.start.build.start_compiling", "rooftile.models.checkpoints.weights.stored_in"):
+    for name in ("rooftile.engine.start.loading.start_compiling", "rooftile.models.checkpoints.weights.stored_in"):
         monkeypatch.setattr(name, lambda *arguments, name=name: pytest.fail(f"{name} was called"))
     if kind is not None:
         quantised(kind, tmp_path)

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import rooftile as rt
 from rooftile.cli.app import app
-from rooftile.engine.start import build
+from rooftile.engine.start import loading
 from rooftile.models import Decoder
 from rooftile.weights import QuantisedWeight
 from rooftile.weights.two_four import TwoFour
@@ -141,7 +141,7 @@ def test_each_2_4_projection_runs_once_before_graphs_are_captured(folder: Path) 
     """A library lays a weight out at its first product with many rows, which may not be inside of a graph."""
     decoder = Decoder.from_folder(folder, weights={"*.mlp.*": "2:4"})
     with watching() as watch:
-        build.lay_out(decoder)
+        loading.lay_out(decoder)
     assert [call.name for call in watch.calls].count("linear_two_four") == 2 * len(decoder.layers)
 
 

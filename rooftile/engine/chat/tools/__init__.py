@@ -5,8 +5,8 @@ cursor      reads a text that is still growing
 reader      `CallReader`: content, marks, and what is told of a broken call
 json_calls  calls that are JSON objects
 beginnings  finds where a call begins
-grammar     the grammar of calls; schema_types, python_values and python_rules for values that are no JSON
+grammar     the grammar of calls; schema_types for values that are no JSON
 constraint  how answers with tools are held to it
-hermes, llama_json, mistral, qwen_xml, glm, listed, deepseek, pythonic   the syntaxes; tagged for two of them
+syntaxes    the syntaxes
 choose      the choice of one by the chat template
 """

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from rooftile.engine.chat.harmony.form import HarmonyForm
 from rooftile.engine.chat.harmony.reader import HarmonyReader
-from rooftile.engine.chat.tools.deepseek import CALLS, DeepseekForm, DeepseekReader
-from rooftile.engine.chat.tools.glm import GlmForm, GlmReader
-from rooftile.engine.chat.tools.hermes import HermesForm, HermesReader
-from rooftile.engine.chat.tools.listed import GraniteForm, GraniteReader, PhiForm, PhiReader
-from rooftile.engine.chat.tools.llama_json import LlamaJsonForm, LlamaJsonReader
-from rooftile.engine.chat.tools.mistral import MistralListForm, MistralNamedForm, MistralReader
-from rooftile.engine.chat.tools.pythonic import PythonicForm, PythonicReader
-from rooftile.engine.chat.tools.qwen_xml import QwenXmlForm, QwenXmlReader
 from rooftile.engine.chat.tools.syntax import Syntax
+from rooftile.engine.chat.tools.syntaxes.cohere import CohereForm, CohereReader
+from rooftile.engine.chat.tools.syntaxes.deepseek import CALLS, DeepseekForm, DeepseekReader
+from rooftile.engine.chat.tools.syntaxes.glm import GlmForm, GlmReader
+from rooftile.engine.chat.tools.syntaxes.hermes import HermesForm, HermesReader
+from rooftile.engine.chat.tools.syntaxes.kimi import SECTION, KimiForm, KimiReader
+from rooftile.engine.chat.tools.syntaxes.listed import GraniteForm, GraniteReader, PhiForm, PhiReader
+from rooftile.engine.chat.tools.syntaxes.llama_json import LlamaJsonForm, LlamaJsonReader
+from rooftile.engine.chat.tools.syntaxes.minimax import MiniMaxForm, MiniMaxM1Form, MiniMaxM1Reader, MiniMaxReader
+from rooftile.engine.chat.tools.syntaxes.mistral import MistralListForm, MistralNamedForm, MistralReader
+from rooftile.engine.chat.tools.syntaxes.pythonic import PythonicForm, PythonicReader
+from rooftile.engine.chat.tools.syntaxes.qwen_xml import QwenXmlForm, QwenXmlReader
 from rooftile.engine.text.harmony_messages import SIGN
 from rooftile.errors import InvalidInput
 
@@ -40,6 +43,12 @@ _ALL = (
     Syntax("granite", GraniteReader, lambda template: "<|tool_call|> followed by a JSON list" in template, GraniteForm()),
     Syntax("phi4_mini_json", PhiReader, lambda template: "functools[" in template, PhiForm()),
     Syntax("deepseek_v3", DeepseekReader, lambda template: CALLS in template and "```" in template, DeepseekForm(fenced=True)),
+    Syntax("kimi_k2", KimiReader, lambda template: SECTION in template, KimiForm()),
+    Syntax("minimax_m2", MiniMaxReader, lambda template: "<minimax:tool_call>" in template, MiniMaxForm()),
+    Syntax("minimax", MiniMaxM1Reader, lambda template: "<tool_calls>\n{" in _plain(template), MiniMaxM1Form()),
+    Syntax(
+        "cohere_command3", CohereReader, lambda template: "<|START_ACTION|>" in template, CohereForm(), ("cohere_command4",)
+    ),
     Syntax("deepseek_v31", DeepseekReader, lambda template: CALLS in template, DeepseekForm(fenced=False)),
     Syntax(
         "qwen3_coder", QwenXmlReader, lambda template: "<tool_call>\n<function=" in _plain(template), QwenXmlForm(),

@@ -114,12 +114,14 @@ class CallRules:
         """Returns the schema of a function's arguments."""
         return ANY_OBJECT if self._loose else tool.parameters
 
-    def objects(self, tools: Sequence[Tool], *, arguments: str = "arguments", first: str = "", more: str = "") -> str:
+    def objects(
+        self, tools: Sequence[Tool], *, name: str = "name", arguments: str = "arguments", first: str = "", more: str = ""
+    ) -> str:  # fmt: skip
         """Adds the rule of a call that is an object with a name and arguments; returns its name.
 
         Args:
             tools: the functions.
-            arguments: the name of the arguments.
+            name, arguments: the keys of the name and of the arguments.
             first: what may stand before the name.
             more: what may follow the arguments.
         """
@@ -127,8 +129,9 @@ class CallRules:
         key = f"{comma} {written(json.dumps(arguments))} {colon}"
         alternatives = " | ".join(self.rule(f"{written(json.dumps(each.name))} {key} {self.arguments(each)}") for each in tools)
         first, more = (f"({part})?" if part else "" for part in (first, more))
-        name = written('"name"')
-        return self.rule(f'"{{" {self.space} {first} {name} {colon} ({alternatives}) {self.space} {more} "}}"')
+        return self.rule(
+            f'"{{" {self.space} {first} {written(json.dumps(name))} {colon} ({alternatives}) {self.space} {more} "}}"'
+        )
 
     def listed(self, item: str, *, several: bool) -> str:
         """Returns a list of items in square brackets: one or more, or a single one."""

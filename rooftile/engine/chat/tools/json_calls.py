@@ -4,24 +4,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from typing import NamedTuple
 
 from rooftile.engine.chat.tools.cursor import Reading, Unreadable
 from rooftile.engine.chat.tools.reader import CallReader, object_of
 
-NAMES = ("name",)
-ARGUMENTS = ("arguments", "parameters")
 # arguments that are written as a string, in characters
 LONGEST_VALUE = 2**20
-# keys that models write beside these, and that change nothing
-BESIDE = ("id", "type", "index")
 
 
-def read_json_call(reader: CallReader, known: Collection[str] | None = None) -> Reading[None]:
+class CallKeys(NamedTuple):
+    """The keys of an object that is a call.
+
+    Args:
+        name, arguments: the function's name, and words for its arguments.
+        beside: keys that models write beside these, and that change nothing.
+    """
+
+    name: str = "name"
+    arguments: tuple[str, ...] = ("arguments", "parameters")
+    beside: tuple[str, ...] = ("id", "type", "index")
+
+
+USUAL = CallKeys()
+
+
+def read_json_call(reader: CallReader, known: Collection[str] | None = None, keys: CallKeys = USUAL) -> Reading[None]:
     """Reads one object; its arguments are passed on as they come if the name stands before them.
 
     Args:
         reader: the reader that meets it.
         known: the names of functions, where a name that is none of them means that this is no call.
+        keys: the keys that the model writes.
 
     Raises:
         Unreadable: it is no such object.
@@ -36,20 +50,20 @@ def read_json_call(reader: CallReader, known: Collection[str] | None = None) -> 
         yield from cursor.skip_spaces()
         yield from cursor.expect(":")
         yield from cursor.skip_spaces()
-        if key in NAMES and not started:
+        if key == keys.name and not started:
             name = yield from cursor.string()
             yield reader.start(name, known)
             started = True
             if early is not None:
                 yield reader.arguments(early)
-        elif key in ARGUMENTS and not had_arguments:
+        elif key in keys.arguments and not had_arguments:
             had_arguments = True
             if started:
                 yield from read_arguments(reader)
             else:
                 early = yield from _whole_value(reader)
                 early = _as_object(early)
-        elif key in BESIDE:
+        elif key in keys.beside:
             yield from _whole_value(reader)
         else:
             raise Unreadable(f"{key[:40]!r} is no key of a call")
@@ -66,21 +80,22 @@ def read_json_call(reader: CallReader, known: Collection[str] | None = None) -> 
     yield reader.end()
 
 
-def read_json_calls(reader: CallReader, *, in_list: bool = False) -> Reading[None]:
+def read_json_calls(reader: CallReader, *, in_list: bool = False, keys: CallKeys = USUAL) -> Reading[None]:
     """Reads a list of call objects, or a single call object.
 
     Args:
         reader: the reader that meets it.
         in_list: whether the bracket that opens a list is read already.
+        keys: the keys that the model writes.
     """
     cursor = reader.cursor
     yield from cursor.skip_spaces()
     if not in_list and not (yield from cursor.skip("[")):
-        yield from read_json_call(reader)
+        yield from read_json_call(reader, keys=keys)
         return
     while True:
         yield from cursor.skip_spaces()
-        yield from read_json_call(reader)
+        yield from read_json_call(reader, keys=keys)
         if not (yield from cursor.skip_behind_spaces(",")):
             break
     yield from cursor.skip_behind_spaces("]")

@@ -97,9 +97,30 @@ def _keys(name: str, arguments: dict[str, Any], line: str = "") -> str:
     return f"<tool_call>{name}{line}{pairs}</tool_call>"
 
 
+def _kimi(name: str, arguments: dict[str, Any], number: int = 0) -> str:
+    head = f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>"
+    return f"{head}{json.dumps(arguments)}<|tool_call_end|>"
+
+
+def _invoke(name: str, arguments: dict[str, Any]) -> str:
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    parameters = "".join(f'<parameter name="{key}">{text}</parameter>\n' for key, text in texts.items())
+    return f'<invoke name="{name}">\n{parameters}</invoke>'
+
+
+def _action(name: str, arguments: dict[str, Any], id: str = '"tool_call_id": "0", ') -> str:
+    return f'{{{id}"tool_name": "{name}", "parameters": {json.dumps(arguments)}}}'
+
+
 _GLM = ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 _ALL, _END_OF_ALL = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _DEEPSEEK = (_ALL, _END_OF_ALL, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>")
+_KIMI = (
+    "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+)  # fmt: skip
+_MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
+_COHERE = ("<|START_ACTION|>", "<|END_ACTION|>")
 W, A = _object("weather", CITY), _object("add", SUM)
 H = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{json.dumps(CITY)}"
 CASES = (
@@ -162,6 +183,26 @@ CASES = (
         "<|tool_call_start|>[weather(city='Kiel', days=2),add(a=-7,exact=True,unit='kg',more=[1,2])]<|tool_call_end|>",
         len("<|tool_call_start|>"),
     ),
+    Case(
+        "kimi_k2", _KIMI[0], _KIMI, f"{_KIMI[0]}{_kimi('weather', CITY)}{_KIMI[1]}",
+        f"{_KIMI[0]}{_kimi('weather', CITY)}\n{_kimi('add', SUM, 12)}{_KIMI[1]}", len(_KIMI[0]),
+    ),
+    Case(
+        "kimi_k2", _KIMI[0], _KIMI, _kimi("weather", CITY), f"{_kimi('weather', CITY)}{_kimi('add', SUM)}",
+        len("<|tool_call_begin|>"),
+    ),
+    Case(
+        "minimax_m2", "<minimax:tool_call>", _MINIMAX, f"{_MINIMAX[0]}\n{_invoke('weather', CITY)}\n{_MINIMAX[1]}",
+        f"{_MINIMAX[0]}\n{_invoke('weather', CITY)}\n{_invoke('add', SUM)}\n{_MINIMAX[1]}", len(_MINIMAX[0]),
+    ),
+    Case(
+        "minimax", '<tool_calls>\n{"name": <tool-name>', ("<tool_calls>", "</tool_calls>"), f"<tool_calls>\n{W}\n</tool_calls>",
+        f"<tool_calls>\n{W}\n{A}\n</tool_calls>", len("<tool_calls>"),
+    ),
+    Case(
+        "cohere_command3", _COHERE[0], _COHERE, f"{_COHERE[0]}[{_action('weather', CITY, '')}]{_COHERE[1]}",
+        f"{_COHERE[0]}[{_action('weather', CITY)},\n {_action('add', SUM, '')}]{_COHERE[1]}", len(_COHERE[0]),
+    ),
     Case("harmony", "<|channel|>analysis<|message|>", MARKS, H, None, H.index("functions")),
 )  # fmt: skip
 
@@ -175,7 +216,7 @@ def core_of(case: Case, kind: str) -> Tokenizer:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     # a long text is one word: a few merges of its ends, and none of a whole call
     pieces = [text[place : place + size] for text in corpus for size in (2, 3, 5) for place in range(len(text) - size + 1)]
-    made.train_from_iterator(pieces * 2, trainers.BpeTrainer(vocab_size=560, initial_alphabet=alphabet, show_progress=False))
+    made.train_from_iterator(pieces * 2, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, show_progress=False))
     made.add_special_tokens([END])
     if kind != "spelt":
         special = kind == "special"

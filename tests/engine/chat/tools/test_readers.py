@@ -12,20 +12,13 @@ from rooftile.engine.chat.tools.choose import NAMES
 from rooftile.engine.chat.tools.schema_types import value_of
 from tests.engine.chat.tools.reading import TOOLS, parts_of, said, texts
 
-HERMES, LLAMA, MISTRAL, QWEN, GRANITE, PHI, DEEPSEEK, PYTHONIC, GLM = (
+HERMES, LLAMA, MISTRAL, QWEN, GRANITE, PHI, DEEPSEEK, PYTHONIC, GLM, KIMI, MINIMAX, M1, COHERE = (
     NAMES[name].reader
     for name in (
-        "hermes",
-        "llama3_json",
-        "mistral",
-        "qwen3_coder",
-        "granite",
-        "phi4_mini_json",
-        "deepseek_v3",
-        "pythonic",
-        "glm45",
+        "hermes", "llama3_json", "mistral", "qwen3_coder", "granite", "phi4_mini_json", "deepseek_v3", "pythonic", "glm45",
+        "kimi_k2", "minimax_m2", "minimax", "cohere_command3",
     )
-)
+)  # fmt: skip
 ARGUMENTS = '{"city": "Kiel }\\" \\\\", "days": 2}'
 OBJECT = '{"name": "weather", "arguments": ' + ARGUMENTS + "}"
 PIECES = {
@@ -53,6 +46,20 @@ PIECES = {
         "[", "]", "weather(", "add(", ")", ", ", 'city="Ki, el)"', "city='Kiel'", "days=2", "units={'a': [None, True]}", "=", "(",
         "<|tool_call_start|>", "<|tool_call_end|>", "<|python_start|>", "'", "\\", "Good day. ",
     ],
+    "kimi_k2": [
+        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
+        "<|tool_call_argument_begin|>", "functions.weather:0", "add:1", "\n", ARGUMENTS, "Good day. ",
+    ],
+    "minimax_m2": [
+        "<minimax:tool_call>", "</minimax:tool_call>", "\n", '<invoke name="weather">', '<invoke name="add">\n', "</invoke>",
+        '<parameter name="city">', "Kiel", "</parameter>\n", '<parameter name="days">', "2", '<parameter name="', '">',
+        "Good day. ",
+    ],
+    "minimax": ["<tool_calls>", "</tool_calls>", "\n", OBJECT, '{"name": "add"}', "{", "Good day. "],
+    "cohere_command3": [
+        "<|START_ACTION|>", "<|END_ACTION|>", "[", "]", ",\n", '{"tool_call_id": "0", ', '"tool_name": "weather", ',
+        f'"parameters": {ARGUMENTS}', "}", OBJECT, "Good day. ",
+    ],
     "mistral": ["[TOOL_CALLS]", "[", "]", OBJECT, ", ", "weather", "[ARGS]", "[CALL_ID]Ab3dE6gHi", ARGUMENTS, "Good day. "],
 }  # fmt: skip
 CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEP = PIECES["deepseek_v3"][:5]
@@ -61,6 +68,11 @@ TAGS = (
     '<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Kiel }" \\</arg_value>\n<arg_key>days</arg_key>\n'
     "<arg_value>2</arg_value>\n</tool_call>"
 )
+SECTION, SECTION_END, KIMI_CALL, KIMI_END, KIMI_ARGUMENTS = PIECES["kimi_k2"][:5]
+KIMIS = f"{KIMI_CALL}functions.weather:0{KIMI_ARGUMENTS}{ARGUMENTS}{KIMI_END}"
+INVOKE = '<invoke name="weather">\n<parameter name="city">Kiel }" \\</parameter>\n<parameter name="days">2</parameter>\n</invoke>'
+MINI, MINI_END = PIECES["minimax_m2"][:2]
+ACTION = f'{{"tool_call_id": "0", "tool_name": "weather", "parameters": {ARGUMENTS}}}'
 PYTHON = "weather( city = 'Kiel }\" \\\\', days=2 )"
 XML = (
     '<tool_call>\n<function=weather>\n<parameter=city>\nKiel }" \\\n</parameter>\n<parameter=days>\n2\n</parameter>\n'
@@ -133,6 +145,15 @@ CASES = [
     (PYTHONIC, f"[{PYTHON}, {PYTHON}]", "", 2),
     (PYTHONIC, f"I look: <|tool_call_start|>[ {PYTHON} ]<|tool_call_end|>Done", "I look:Done", 1),
     (PYTHONIC, f"<|python_start|>[{PYTHON},{PYTHON}]<|python_end|>", "", 2),
+    (KIMI, f"So. {SECTION}{KIMIS}\n{KIMIS}{SECTION_END}", "So.", 2),
+    (KIMI, f"{KIMIS}{SECTION_END} Done", " Done", 1),
+    (KIMI, SECTION + KIMIS.replace("functions.", "").replace(":0", ":0 "), "", 1),
+    (MINIMAX, f"Look.\n{MINI}\n{INVOKE}\n{INVOKE}\n{MINI_END}\n", "Look.", 2),
+    (MINIMAX, f"{MINI}{INVOKE}", "", 1),
+    (M1, f"Look. <tool_calls>\n{OBJECT}\n{OBJECT}\n</tool_calls>", "Look.", 2),
+    (M1, f"<tool_calls>{OBJECT}</tool_calls> Done", " Done", 1),
+    (COHERE, f"<|START_ACTION|>[\n    {ACTION},\n    {ACTION}\n]<|END_ACTION|>", "", 2),
+    (COHERE, "I look. <|START_ACTION|>" + ACTION.replace('"tool_call_id": "0", ', ""), "I look.", 1),
     (DEEPSEEK, f"So:{CALLS_BEGIN}{FENCED}\n{FENCED}{CALLS_END}", "So:", 2),
     (DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}weather{SEP}{ARGUMENTS}{CALL_END}{CALLS_END}", "", 1),
 ]
@@ -173,6 +194,13 @@ def test_calls(reader, text, content, count) -> None:
         (PYTHONIC, "[weather", None),
         (PYTHONIC, "<|tool_call_start|>weather", "weather"),
         (PHI, "functools[1] of functools", None),
+        (KIMI, f"{SECTION}none", "none"),
+        (KIMI, f"a {SECTION[:-1]}", None),
+        (KIMI, f"{KIMI_CALL}no name{KIMI_ARGUMENTS}{{}}", f"no name{KIMI_ARGUMENTS}" + "{}"),
+        (MINIMAX, f"a {MINI} and <invoke name=b>", None),
+        (MINIMAX, 'an <invoke name="add"> alone', None),
+        (M1, "a <tool_calls> none</tool_calls>", None),
+        (COHERE, '<|START_ACTION|>[{"name": "add"}]', '[{"name": "add"}]'),
         (DEEPSEEK, f"{CALLS_BEGIN}none", "none"),
         (DEEPSEEK, CALLS_BEGIN[:-1], None),
     ],
@@ -210,6 +238,12 @@ def test_what_is_no_call_is_content(reader, text, content) -> None:
         (DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}function{SEP}add\n```json\n{{", "{"),
         (DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}add{SEP}{{}}and{CALLS_END}", "{}"),
         (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {}', "{}"),
+        (KIMI, f'{SECTION}{KIMI_CALL}functions.add:0{KIMI_ARGUMENTS}{{"a": 1', '{"a": 1'),
+        (KIMI, f"{SECTION}{KIMI_CALL}add:0{KIMI_ARGUMENTS}{{}}and{SECTION_END}", "{}"),
+        (MINIMAX, f'{MINI}<invoke name="add"><parameter name="a">x\n</param', '{"a": "x\\n'),
+        (MINIMAX, f'{MINI}<invoke name="add">hello</invoke>{MINI_END}', ""),
+        (M1, '<tool_calls>{"name": "add", "arguments": {"a"', '{"a"'),
+        (COHERE, '<|START_ACTION|>[{"tool_name": "add", "parameters": {"a"', '{"a"'),
     ],
 )
 def test_a_broken_call_is_told(reader, text, arguments) -> None:

@@ -38,7 +38,11 @@ DUE = {
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "qwen3_coder", "Qwen3-Coder": "qwen3_coder", "Qwen3.5-4B": "qwen3_coder",
     "StepFun3.5-Flash": "qwen3_coder", "LFM2.5-8B-A1B": "pythonic", "GLM-4.6": "glm45",
     "GLM-4.7-Flash": "glm45", "inclusionai-ling-3.0-flash": "glm45", "poolside-Laguna-XS.2": "glm45", "Spark2.5": "glm45",
+    "Kimi-K2-Instruct": "kimi_k2", "Kimi-K2-Thinking": "kimi_k2", "moonshotai-Kimi-K2": "kimi_k2", "MiniMax-M2": "minimax_m2",
+    "MiniMax-M1": "minimax", "CohereForAI-c4ai-command-r7b-12-2024-tool_use": "cohere_command3", "Cohere2MoE": "cohere_command3",
     # these write calls in ways of their own
+    "Kimi-K3": None, "MiniMax-M3": None, "google-gemma-4-31B-it": None, "CohereForAI-c4ai-command-r-plus-tool_use": None,
+    "deepseek-ai-DeepSeek-V3.2": None, "tencent-Hy3": None, "muse-glimmer": None,
     "unsloth-Apriel-1.5": None,
     "google-gemma-2-2b-it": None,
 }  # fmt: skip
@@ -48,8 +52,8 @@ WITHOUT_TOOLS = (
     "fireworks-ai-llama-3-firefunction-v2", "deepseek-ai-DeepSeek-V3.1", "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
     "llama-cpp-deepseek-r1",
 )  # fmt: skip
-# it leaves the calls of messages out
-WITHOUT_CALLS = ("ibm-granite-granite-3.3-2B-Instruct",)
+# these leave the calls of messages out, or change a list to write them, which no sandbox lets them
+WITHOUT_CALLS = ("ibm-granite-granite-3.3-2B-Instruct", "Kimi-K2-Instruct", "Kimi-K2-Thinking")
 
 
 @pytest.mark.skipif(FOLDER is None, reason="ROOFTILE_CHAT_TEMPLATES names no folder of published templates")
@@ -58,7 +62,7 @@ def test_published_templates(name: str) -> None:
     template = (Path(FOLDER or "") / f"{name}.jinja").read_text(encoding="utf-8")
     syntax, use = choose_syntax(template), read_use([WEATHER])
     assert (syntax and syntax.name) == DUE[name]
-    if syntax is None or use is None:
+    if syntax is None or use is None or name in WITHOUT_CALLS:
         return
     named = {"bos_token": "<s>", "eos_token": "</s>"}
     variables = {"functions": "[]", "datetime": "now"} if "firefunction" in name else {}
@@ -68,8 +72,6 @@ def test_published_templates(name: str) -> None:
     if syntax.name == "llama3_json":
         # a call without a mark is the whole answer
         said = said[said.find("{") :]
-    if name in WITHOUT_CALLS:
-        return
     (call,) = read_whole(syntax.reader(use.tools), said).calls
     assert (call.name, json.loads(call.arguments), call.broken) == ("weather", ARGUMENTS, None)
 

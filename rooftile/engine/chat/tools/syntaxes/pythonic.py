@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from rooftile.engine.chat.tools.cursor import Reading, Unreadable
 from rooftile.engine.chat.tools.grammar import CallForm, CallRules, written
-from rooftile.engine.chat.tools.python_rules import BOUNDS, PythonRules
-from rooftile.engine.chat.tools.python_values import read_python_value
 from rooftile.engine.chat.tools.reader import CallReader
 from rooftile.engine.chat.tools.schema_types import resolved
+from rooftile.engine.chat.tools.syntaxes.python_rules import BOUNDS, PythonRules
+from rooftile.engine.chat.tools.syntaxes.python_values import read_python_value
 from rooftile.engine.chat.tools.tool import NAME, Tool
 
 _PAIRS = (("<|tool_call_start|>", "<|tool_call_end|>"), ("<|python_start|>", "<|python_end|>"))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rooftile.engine.chat.tools.cursor import Reading
 from rooftile.engine.chat.tools.grammar import CallRules, written
-from rooftile.engine.chat.tools.tagged import TaggedForm, TaggedReader
+from rooftile.engine.chat.tools.syntaxes.tagged import TaggedForm, TaggedReader
 from rooftile.engine.chat.tools.tool import Tool
 
 BEGIN, END = "<tool_call>", "</tool_call>"
