@@ -29,7 +29,7 @@ class Parts(NamedTuple):
 
 
 def attend(call: Call, validate: bool, run: Callable[[Call], Result]) -> Result:
-    """Returns o and lse of a dense or packed call whose mask has targets; `run` computes calls whose masks have none."""
+    """Returns o and lse of a dense or packed call whose mask has targets; `run` computes a call whose mask has no targets."""
     whole, history, targets = parts_of(call, validate)
     found = None if history is None else run(history)
     if targets is None:
