@@ -9,7 +9,6 @@ from triton.language.extra import libdevice
 from rooftile.exact.backends.device.visibility import MaskNumbers, first_key, first_position, last_key, last_position, visible
 from rooftile.exact.backends.triton.schedule import packed_tile
 
-
 # the interpreter has no library of the device
 FAST = tl.constexpr(not triton.knobs.runtime.interpret)
 
