@@ -22,7 +22,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Targets, Window
 from rooftile.integrations import disable, enable, enabled, is_enabled, status
 from rooftile.integrations.after_import import call_after_import
 from rooftile.integrations.transformers_import import register_when_imported
@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from rooftile.numerics.precision import Precision
     from rooftile.planning.make_plan import plan
     from rooftile.qat import quantise_model
+    from rooftile.recommend.hstu.attention import hstu_attention
     from rooftile.weights import QuantisedWeight, quantise_weight
     from rooftile.weights import two_four as sparsity
     from rooftile.weights.linear import linear
@@ -70,6 +71,7 @@ __all__ = [
     "Prefix",
     "QuantisedWeight",
     "SamplingParams",
+    "Targets",
     "Unsupported",
     "Window",
     "attention",
@@ -87,6 +89,7 @@ __all__ = [
     "enabled",
     "explain",
     "fuse",
+    "hstu_attention",
     "is_enabled",
     "linear",
     "merge",
@@ -114,6 +117,7 @@ _HOMES = {
     "Blocks": "rooftile.exact.blocks", "Precision": "rooftile.numerics.precision", "linear": "rooftile.weights.linear",
     "QuantisedWeight": "rooftile.weights", "quantise_weight": "rooftile.weights",
     "quantise_model": "rooftile.qat", "sparsity": "rooftile.weights:two_four",
+    "hstu_attention": "rooftile.recommend.hstu.attention",
     "fuse": "rooftile.integrations.fusion", "unfuse": "rooftile.integrations.fusion",
 }  # fmt: skip
 # likewise, but never before they are asked for, since their imports are slow

@@ -43,7 +43,7 @@ PAGES = (
                     "attention", "attention_with_lse", "attention_packed", "attention_packed_with_lse", "merge", "explain",
                 ),
             ),
-            Section("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk")),
+            Section("Masks", "rooftile", ("Mask", "FULL", "CAUSAL", "Window", "Prefix", "Chunk", "Targets")),
             Section("Lists of blocks", "rooftile", ("Blocks",)),
             Section(
                 "FP8 and INT8 attention",

@@ -10,13 +10,15 @@ import typer
 from rooftile.cli.output import JsonOption, print_json
 from rooftile.errors import InvalidInput
 from rooftile.exact import masks
-from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Window
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Mask, Prefix, Targets, Window
 
-NAMES = {"FULL": FULL, "CAUSAL": CAUSAL, "Window": Window, "Prefix": Prefix, "Chunk": Chunk}
+NAMES = {"FULL": FULL, "CAUSAL": CAUSAL, "Window": Window, "Prefix": Prefix, "Chunk": Chunk, "Targets": Targets}
 
 
 def mask(
-    expression: Annotated[str, typer.Argument(help="FULL, CAUSAL, Window(n), Window(n, m), Prefix(n) or Chunk(n), joined by &.")],
+    expression: Annotated[
+        str, typer.Argument(help="FULL, CAUSAL, Window(n), Window(n, m), Prefix(n), Chunk(n) or Targets(n), by &.")
+    ],
     queries: Annotated[int, typer.Option("--queries", min=1, max=1000, help="Rows of the picture.")] = 16,
     keys: Annotated[int, typer.Option("--keys", min=1, max=1000, help="Columns of the picture.")] = 16,
     json: JsonOption = False,
@@ -44,7 +46,9 @@ def parse(expression: str) -> Mask:
     except (SyntaxError, ValueError, TypeError):
         found = None
     if not isinstance(found, Mask):
-        raise InvalidInput(f"the mask is {expression!r}; must be FULL, CAUSAL, Window(n), Prefix(n) or Chunk(n), joined by &")
+        raise InvalidInput(
+            f"the mask is {expression!r}; must be FULL, CAUSAL, Window(n), Prefix(n), Chunk(n) or Targets(n), joined by &"
+        )
     return found
 
 

@@ -21,6 +21,7 @@ from rooftile.exact.blocks import Blocks
 from rooftile.exact.masks import FULL, Mask
 from rooftile.exact.normalise import completed, normalise
 from rooftile.exact.spec import NO_OPTIONS, Call, CallSettings, Options, Spec, decode
+from rooftile.exact.targets import calls as targets
 from rooftile.kvcache import PagedKV
 from rooftile.numerics import QuantisedQKV, QuantisedRows
 from rooftile.numerics.precision import Precision, recipe_of
@@ -62,8 +63,8 @@ def attention(
         k: keys (B, S, Hk, D). Hk divides H; each key head serves H / Hk query heads (MQA, GQA).
         v: values (B, S, Hk, Dv). Dv may differ from D. All three may be nested tensors (B, j, H, D) with layout=torch.jagged:
             they are computed as packed sequences, and o is nested with the offsets of q.
-        mask: FULL, CAUSAL, Window, Prefix, Chunk, or some joined by `&`. Aligned bottom-right when T != S. None is FULL. Or
-            FlexAttention's BlockMask, which is aligned top-left.
+        mask: FULL, CAUSAL, Window, Prefix, Chunk, Targets, or some joined by `&`. Aligned bottom-right when T != S. None is
+            FULL. Or FlexAttention's BlockMask, which is aligned top-left.
         alibi: slopes (H,) or (B, H); adds -slope |i - j| to the scores.
         backend: "hopper", "triton", "sdpa", "tiled" or "eager"; None takes the fastest that runs the problem (see `explain`).
         bias: added to the scores; broadcasts to (B, H, T, S). Differentiable. Or booleans, True where a key is seen: they hide
@@ -454,10 +455,17 @@ def explain(
         split.check_plain(mask, blocks=blocks, key_padding_mask=key_padding_mask)
     call, _ = normalise(Call(q, k, v, mask, Options(bias, alibi, sinks), settings), blocks, key_padding_mask, False)
     over_ranks = split.explained(call)
+    head = []
+    if type(call.mask) is Mask and call.mask.targets:
+        call, line = targets.explained(call)
+        head.append(line)
     _, code = completed(call if over_ranks is None else over_ranks[1])
+    head += [] if over_ranks is None else [over_ranks[0]]
+    head += [] if q.is_nested else [checks.sizes_line(q, k, v)]
     found = dispatch.explain(decode(code))
-    found = found if over_ranks is None else found.below(over_ranks[0])
-    return found if q.is_nested else found.below(checks.sizes_line(q, k, v))
+    for line in head:
+        found = found.below(line)
+    return found
 
 
 def _options(bias: Tensor | None, alibi: Tensor | None, sinks: Tensor | None) -> Options:
@@ -480,6 +488,9 @@ def attend(
         parts = split.ENTERED.attend(Call(q, k, v, mask, options, settings, is_packed))
         if parts is not None:
             return parts if finish is None else finish(*parts)
+    if type(mask) is Mask and mask.targets:
+        found = targets.attend(Call(q, k, v, mask, options, settings, is_packed), validate, _attend_part)
+        return found if finish is None else finish(*found)
     key = ops.signature(q, k, v, mask, options, settings)
     ready = None if key is None else ops.prepared(key)
     if ready is not None:
@@ -489,6 +500,12 @@ def attend(
     else:
         found = _run(Call(q, k, v, mask, options, settings, is_packed), key)
     return found if finish is None else finish(*found)
+
+
+def _attend_part(call: Call) -> tuple[Tensor, Tensor]:
+    q, k, v, mask, options, settings, is_packed = call
+    options = NO_OPTIONS if all(x is None for x in options) else options
+    return attend(q, k, v, mask, options, settings, is_packed=is_packed)
 
 
 def _run(call: Call, key: tuple[Any, ...] | None) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,10 @@ it is negative for the first queries when T > S.
     Chunk(n)              j // n == i // n
     a & b                 the keys that both show
 
+One condition is no interval: under `Targets(n)` the last n queries are candidates that are scored together. Each sees the keys
+before the last n, as the query right after them would, and itself. `rooftile.exact.targets` makes intervals of it, so no spec and
+no backend ever holds one.
+
 `rooftile mask "CAUSAL & Window(4)"` draws a mask.
 """
 
@@ -23,7 +27,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rooftile.drawing import notebook as shown
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.runtime.arguments import whole
 from rooftile.runtime.words import answers_foreign_words, answers_words
 
@@ -34,15 +38,16 @@ if TYPE_CHECKING:
 @answers_words
 @dataclass(frozen=True, slots=True, repr=False)
 class Mask:
-    """An intersection of window, prefix and chunk conditions in normal form: equal masks compare equal.
+    """An intersection of window, prefix, chunk and target conditions in normal form: equal masks compare equal.
 
-    Make one with FULL, CAUSAL, Window, Prefix, Chunk and `&`, not by calling this class.
+    Make one with FULL, CAUSAL, Window, Prefix, Chunk, Targets and `&`, not by calling this class.
     """
 
     left: int | None = None
     right: int | None = None
     prefix: int | None = None
     chunks: tuple[int, ...] = ()
+    targets: int = 0
 
     def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
@@ -53,7 +58,8 @@ class Mask:
         right = _least(self.right, other.right)
         # the prefix of a causal mask adds nothing: j <= i already holds
         prefix = None if right == 0 else _least(self.prefix, other.prefix)
-        return Mask(_least(self.left, other.left), right, prefix, tuple(sorted(chunks)))
+        targets = max(self.targets, other.targets)
+        return Mask(_least(self.left, other.left), right, prefix, tuple(sorted(chunks)), targets)
 
     def __or__(self, other: object) -> Mask:
         raise InvalidInput(
@@ -71,8 +77,22 @@ class Mask:
         """Whether every query sees every key."""
         return self == FULL
 
+    @property
+    def over_history(self) -> Mask:
+        """The same mask without targets: what queries of the history see, and what a target sees of it."""
+        return Mask(self.left, self.right, self.prefix, self.chunks)
+
+    def check_intervals(self, user: str) -> None:
+        """Raises Unsupported for a mask with targets, in the name of a user that reads a mask as intervals."""
+        if self.targets:
+            raise Unsupported(
+                f"mask {self} in {user}; has masks without targets: attention, attention_packed (both also with_lse) and "
+                "hstu_attention take Targets"
+            )
+
     def first_key(self, i: Any) -> Any:
         """The first key that position `i` sees, not clipped to the existing keys. Ints or integer tensors."""
+        self.check_intervals("a computation over intervals of keys")
         low = -UNBOUNDED + 0 * i
         if self.left is not None:
             low = i - self.left
@@ -82,6 +102,7 @@ class Mask:
 
     def last_key(self, i: Any) -> Any:
         """The last key that position `i` sees, not clipped; less than `first_key` if it sees none."""
+        self.check_intervals("a computation over intervals of keys")
         high = UNBOUNDED + 0 * i
         if self.right is not None:
             high = i + self.right
@@ -93,6 +114,7 @@ class Mask:
 
     def first_query(self, j: int) -> int:
         """The first position whose `last_key` reaches key `j`."""
+        self.check_intervals("a computation over intervals of keys")
         low = -UNBOUNDED
         if self.right is not None:
             low = j - self.right
@@ -104,6 +126,7 @@ class Mask:
 
     def last_query(self, j: int) -> int:
         """The last position whose `first_key` does not pass key `j`."""
+        self.check_intervals("a computation over intervals of keys")
         high = UNBOUNDED
         if self.left is not None:
             high = j + self.left
@@ -120,6 +143,7 @@ class Mask:
         if self.prefix is not None:
             words.append(f"prefix({self.prefix})")
         words += [f"chunk({n})" for n in self.chunks]
+        words += [f"targets({self.targets})"] if self.targets else []
         return " & ".join(words) or "full"
 
     def __repr__(self) -> str:
@@ -130,17 +154,17 @@ class Mask:
             words.append(f"Window({', '.join(map(str, sides))})")
         words += [f"Prefix({self.prefix})"] if self.prefix is not None else []
         words += [f"Chunk({n})" for n in self.chunks]
+        words += [f"Targets({self.targets})"] if self.targets else []
         return " & ".join(words) or "FULL"
 
     def _repr_html_(self) -> str:
         """Draws the mask over as many tokens as show its bounds, a line for each of up to 64 queries."""
-        bounds = [n for n in (self.left, self.right, self.prefix, *self.chunks) if n is not None]
+        bounds = [n for n in (self.left, self.right, self.prefix, *self.chunks, self.targets) if n is not None]
         N = max(16, 4 * min(max(bounds, default=0), UNBOUNDED // 4))
         lines = min(N, 64)
         rows = []
         for n in range(lines):
-            start, stop = visible(self, n * N // lines, N, N)
-            rows.append([(start / N, stop / N)])
+            rows.append([(start / N, stop / N) for start, stop in _runs(self, n * N // lines, N, N)])
         words = f"{self!r}: queries run down, keys across, {N:,} of each; filled is visible"
         return shown.card(shown.sentence(words), shown.spans(rows))
 
@@ -176,13 +200,41 @@ def Chunk(n: int) -> Mask:  # noqa: N802
     return Mask(chunks=(_size(n, "Chunk: n", 1),))
 
 
+@answers_foreign_words
+def Targets(n: int) -> Mask:  # noqa: N802
+    """Makes the last n queries candidates: each sees the keys before the last n, as the query right after them would, and itself.
+
+    No query sees another's target. Both the queries and the keys of a sequence end with its n targets.
+
+    >>> print(draw(CAUSAL & Targets(2), 5, 5))
+    #....
+    ##...
+    ###..
+    ####.
+    ###.#
+    """
+    return Mask(targets=_size(n, "Targets: n", 0))
+
+
+def check_targets(mask: Mask, T: int, S: int) -> None:
+    """Raises InvalidInput if a sequence of T queries and S keys has fewer than the mask's targets."""
+    if mask.targets > min(T, S):
+        raise InvalidInput(
+            f"mask {mask} over {T} queries and {S} keys; has more targets than these: the last {mask.targets} of both are targets"
+        )
+
+
 def materialise(mask: Mask, T: int, S: int, device: torch.device | str | None = None) -> torch.Tensor:
     """Returns the mask as a boolean matrix (T, S), True where visible. For definitions and pictures only: no kernel builds it."""
     import torch
 
     i = torch.arange(T, device=device)[:, None] + (S - T)  # (T, 1)
     j = torch.arange(S, device=device)[None, :]  # (1, S)
-    return (j >= mask.first_key(i)) & (j <= mask.last_key(i))
+    check_targets(mask, T, S)
+    history, end = mask.over_history, S - mask.targets
+    itself = (j == i) & (j >= end)
+    i = i.clamp(max=end)
+    return ((j >= history.first_key(i)) & (j <= history.last_key(i)) & (j < end)) | itself
 
 
 def visible(mask: Mask, t: int, T: int, S: int) -> tuple[int, int]:
@@ -215,6 +267,11 @@ def sees_all(mask: Mask, t_start: int, t_stop: int, s_start: int, s_stop: int, T
 
 def pairs(mask: Mask, T: int, S: int) -> int:
     """Counts the visible (query, key) pairs. FLOPs are counted from them."""
+    if mask.targets:
+        check_targets(mask, T, S)
+        n, history = mask.targets, mask.over_history
+        start, stop = visible(history, 0, 0, S - n)
+        return pairs(history, T - n, S - n) + n * (stop - start + 1)
     if mask.is_full or T == 0 or S == 0:
         return T * S
     import numpy as np
@@ -227,8 +284,22 @@ def pairs(mask: Mask, T: int, S: int) -> int:
 
 def draw(mask: Mask, T: int = 16, S: int = 16) -> str:
     """Returns the mask as text, one row per query: `#` visible, `.` hidden."""
-    rows = ((visible(mask, t, T, S)) for t in range(T))
-    return "\n".join("." * a + "#" * (b - a) + "." * (S - b) for a, b in rows)
+    rows = []
+    for t in range(T):
+        seen = ["."] * S
+        for start, stop in _runs(mask, t, T, S):
+            seen[start:stop] = "#" * (stop - start)
+        rows.append("".join(seen))
+    return "\n".join(rows)
+
+
+def _runs(mask: Mask, t: int, T: int, S: int) -> list[tuple[int, int]]:
+    """The runs [start, stop) of keys that query `t` sees: one, and for a target also its own key."""
+    check_targets(mask, T, S)
+    n, history = mask.targets, mask.over_history
+    # a query after the history sees what the first one after it would
+    runs = [visible(history, min(t, T - n), T - n, S - n)]
+    return runs if t < T - n else [*runs, (t + S - T, t + S - T + 1)]
 
 
 def _bound(value: Any, word: str) -> int | None:

@@ -283,6 +283,7 @@ def encode(
     wide_grads=False, partial=False, placed=False,
 ) -> str:  # fmt: skip
     """A Spec's string. Plain f-strings of plain values, so that Dynamo can trace it."""
+    mask.check_intervals(f"a problem of {layout} attention")
     chunks = ",".join([f"{n}" for n in mask.chunks]) if mask.chunks else ""
     flags = (
         has_bias + 2 * has_alibi + 4 * has_sinks + 8 * needs_grad + 16 * bias_grad + 32 * needs_lse + 64 * forward_mode

@@ -102,7 +102,7 @@ def _code(q: Tensor, kv_heads: int, dim_v: int, mask: Any, options: Options, set
     if mask is None:
         mask = FULL
     if not isinstance(mask, Mask):
-        due = "must be a rooftile mask: FULL, CAUSAL, Window, Prefix, Chunk, or some of them joined by &"
+        due = "must be a rooftile mask: FULL, CAUSAL, Window, Prefix, Chunk, Targets, or some of them joined by &"
         due += "; write bias= for a tensor" if isinstance(mask, Tensor) else ""
         raise InvalidInput(f"mask is {shown(mask)}; {due}")
     H, D = q.shape[-2], q.shape[-1]

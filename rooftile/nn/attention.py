@@ -20,7 +20,7 @@ class Attention(Projections):
         heads: query heads.
         kv_heads: key and value heads, a divisor of heads (GQA; 1 for MQA); heads if None.
         head_dim: width of a head; dim / heads if None.
-        mask: FULL, CAUSAL, Window, Prefix, Chunk, or several combined with `&`. None is FULL.
+        mask: FULL, CAUSAL, Window, Prefix, Chunk, Targets, or several combined with `&`. None is FULL.
         bias: whether the projections add one.
         context_dim: width of the context for keys and values; dim if None.
         dropout: probability of dropping a weight, in training only.

@@ -83,6 +83,8 @@ def check(
             "pass what rooftile.parallel.shard returned, and tokens= where the ranks' lengths differ"
         )
     mask = FULL if mask is None else mask
+    if isinstance(mask, Mask):
+        mask.check_intervals("attention over a sequence that ranks hold in parts")
     checks.check_seed(0 if settings.seed is None else settings.seed, settings.dropout, torch.device("cpu"))
     if options.alibi is not None:
         checks.check_slopes(options.alibi, q, q.shape[0] if offsets is None else len(offsets) - 1)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import rooftile as rt
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.exact.masks import CAUSAL, FULL, Chunk, Prefix, Window
+from rooftile.exact.masks import CAUSAL, FULL, Chunk, Prefix, Targets, Window
 from rooftile.parallel import context, context_attention, positions, shard, unshard
 from rooftile.recurrent import causal_conv
 
@@ -303,6 +303,7 @@ def refused(rank: int) -> list[str]:
         sentence(dropout=0.1, seed=0.5),
         under_func(),
         sentence(alibi=torch.ones(3)),
+        sentence(mask=CAUSAL & Targets(2)),
         sentence(method="ring", bias=torch.ones(4, 12, 12)),
         sentence(method="ulysses", bias=torch.ones(4, 6, 12)),
         sentence(dropout=0.1, seed=rank, validate=True),

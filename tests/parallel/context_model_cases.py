@@ -123,6 +123,7 @@ def calls(rank: int) -> dict[str, Any]:
             sentence(lambda: rt.attention(own[0], k, v)),
             sentence(lambda: rt.attention_packed(own[0][0], own[1][0], own[2][0], torch.tensor([0, 6]), torch.tensor([0, 6]))),
             sentence(lambda: rt.attention(*own, CAUSAL, precision="fp8")),
+            sentence(lambda: rt.attention(*own, CAUSAL & rt.Targets(2))),
             sentence(lambda: F.scaled_dot_product_attention(*heads_first, attn_mask=torch.ones(6, 6, dtype=torch.bool))),
             sentence(lambda: flash_attn_func(*own, dropout_p=0.4, return_attn_probs=True)),
             sentence(lambda: rt.attention(*own, key_padding_mask=torch.zeros(2, 6, dtype=torch.bool))),

@@ -30,6 +30,7 @@ def test_calls_inside_and_outside():
         "k has 12 tokens and q has 6",
         "packed sequences inside rooftile.parallel.context",
         "precision fp8 inside",
+        "mask causal & targets(2) in attention over a sequence that ranks hold in parts",
         "attn_mask inside rooftile.parallel.context",
         "return_attn_probs with dropout inside",
         "key_padding_mask Tensor inside",

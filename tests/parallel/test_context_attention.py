@@ -96,6 +96,7 @@ def test_refusals_are_sentences_on_every_rank():
         "seed is 0.5; must be an int",
         "context_attention under torch.func",
         "alibi is (3,); must be (H,) = (4,)",
+        "mask causal & targets(2) in attention over a sequence that ranks hold in parts; has masks without targets",
         "bias is (4, 12, 12); must broadcast to (B, H, rows, T), (1, 4, 6, 12)",
         "'ulysses' got a bias",
         "all must agree",

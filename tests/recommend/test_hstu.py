@@ -114,6 +114,17 @@ def test_a_bad_target_reaches_no_other() -> None:
         assert torch.equal(found[apart], due[apart])
 
 
+def test_targets_of_the_mask() -> None:
+    given = case("window", 2, None, True, lengths=(0, 9, 30)).to(torch.float32)
+    due = given._replace(words=given.words | {"targets": 4}).run(BACKEND)
+    mask = given.words["mask"] & rt.Targets(4)
+    for words in ({"mask": mask}, {"mask": mask, "targets": 4}):
+        assert torch.equal(given._replace(words=given.words | words).run(BACKEND), due)
+    for targets in (3, torch.tensor([0, 4, 4])):
+        with pytest.raises(rt.InvalidInput, match=r"mask is .*Targets\(4\) and targets is .*; must be the same number"):
+            given._replace(words=given.words | {"mask": mask, "targets": targets}).run(BACKEND)
+
+
 def test_a_user_does_not_depend_on_its_neighbours() -> None:
     given = case("causal", lengths=(20, 60, 20)).to(torch.float32)
     y = given.run(BACKEND)

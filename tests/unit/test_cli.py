@@ -204,7 +204,10 @@ def test_warmup_runs_each_case_once(run) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("mask", "CAUSAL & Nope(3)"), "the mask is 'CAUSAL & Nope(3)'; must be FULL, CAUSAL, Window(n), Prefix(n) or Chunk(n)"),
+        (
+            ("mask", "CAUSAL & Nope(3)"),
+            "the mask is 'CAUSAL & Nope(3)'; must be FULL, CAUSAL, Window(n), Prefix(n), Chunk(n) or Targets(n)",
+        ),
         (("mask", "__import__('os')"), """the mask is "__import__('os')"; must be FULL"""),
         (("mask", "Window(-1)"), "Window: left is -1; must be an integer of at least 0"),
         (("mask", "Window"), "the mask is 'Window'; must be FULL"),

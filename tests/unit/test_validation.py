@@ -18,7 +18,7 @@ from rooftile.exact.spec import CallSettings, Options, decode
 from rooftile.exact.validate import SwappedAxes, spec_code
 
 NAN = math.nan
-MASKS = "FULL, CAUSAL, Window, Prefix, Chunk, or some of them joined by &"
+MASKS = "FULL, CAUSAL, Window, Prefix, Chunk, Targets, or some of them joined by &"
 
 
 def randn(*shape: int, **options: Any) -> Tensor:

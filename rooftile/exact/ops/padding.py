@@ -79,6 +79,9 @@ def _is_same(mask: Mask, options: Options, settings: CallSettings, runs: set[tup
 
     runs: the first key of each sequence and the end of its last. S: their number, -1 if padding lies between keys.
     """
+    if mask.targets:
+        # they are the last keys, padding or not
+        return False
     at_start, at_end = (S >= 0 and all(run[n] == edge for run in runs) for n, edge in ((0, 0), (1, S)))
     if settings.dropout and not at_start:
         # it counts keys from the first

@@ -33,11 +33,21 @@ def check_call(
         raise InvalidInput(f"mask is {shown(mask)}; must be a mask such as rooftile.CAUSAL, or None")
     cu = check_offsets("cu", cu, q.shape[0], "rows", q.device, False)
     contextual = check_count("contextual", contextual, 0)
-    targets = _check_targets(targets, cu)
+    targets = _check_targets(_targets_of(mask, targets), cu)
+    mask = mask.over_history
     users = Users(cu, targets)
     problem = Problem(check_number("alpha", alpha), None if scale is None else check_number("scale", scale), mask, contextual, 0)
     _check_lengths(users, contextual)
     return q, k, v, *_with_bias(q, users, problem, bias, times, positions)
+
+
+def _targets_of(mask: Mask, targets: Any) -> Any:
+    """The targets, which the mask may say, or the argument, or both alike."""
+    if not mask.targets:
+        return targets
+    if targets is not None and (isinstance(targets, Tensor) or whole(targets) != mask.targets):
+        raise InvalidInput(f"mask is {mask!r} and targets is {shown(targets)}; must be the same number, or one of them left out")
+    return mask.targets
 
 
 def _check_targets(targets: Any, cu: Tensor) -> Tensor | None:

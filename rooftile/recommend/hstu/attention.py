@@ -56,7 +56,8 @@ def hstu_attention(
         v: values (total, H, Dv).
         cu: offsets (B + 1,) of users, int32 or int64, from 0 to total.
         alpha: the factor of the scores.
-        mask: among events, whose first has position 0 in it: CAUSAL, FULL, Window, Prefix, Chunk, or an intersection.
+        mask: among events, whose first has position 0 in it: CAUSAL, FULL, Window, Prefix, Chunk, or an intersection. With
+            `& Targets(n)` it is the mask among events with targets=n.
         bias: tables of what a score gains by distance and time, `rooftile.recommend.RelativeBias`. Gradients flow to them.
         times: (total,) whole seconds of each row, rising within a user, for a bias with times; or a pair of such tensors, of
             rows as queries and as keys: the reference implementation gives queries the time of the next event.
