@@ -15,6 +15,7 @@ from torch.nn.functional import silu
 
 from tests.models import experts, latent
 from tests.models.checkpoints import CONFIGS, SMALL, THETA, VOCABULARY, made, saved
+from tests.models.quantised import KINDS, Make
 
 LAYERS, DRAFTED, HEADS, KEYS, DIM, HIDDEN = 6, 60, 4, 2, 10, 40
 TAPS = (2, LAYERS // 2, LAYERS - 3)
@@ -101,9 +102,10 @@ class MtpPair:
         path: where the folder is made.
         name: a configuration of `MTP`.
         follows: whether each next token is a function of the last one alone, in the model and in the layer.
+        kind: how the projections of the layer are quantised, as in `tests.models.quantised`; those of the model are not.
     """
 
-    def __init__(self, path: Path, name: str, *, follows: bool = False) -> None:
+    def __init__(self, path: Path, name: str, *, follows: bool = False, kind: str | None = None) -> None:
         config = MTP[name]()
         self.name, self.model, self.folder = name, made(config), path / "model"
         if follows:
@@ -128,7 +130,7 @@ class MtpPair:
             half = torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)
             self.join.weight.data = torch.cat(half[::-1] if name == "mimo" else half, 1)
             nn.init.ones_(body.norm.weight)
-        self._write(follows=follows)
+        self._write(follows=follows, kind=kind)
         self.layer = self.layer.double()
         for module in self._parts.values():
             module.double()
@@ -148,8 +150,9 @@ class MtpPair:
             names = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_proj")
         return dict(zip(names, (*self._norms, self.join), strict=True))
 
-    def _write(self, *, follows: bool) -> None:
+    def _write(self, *, follows: bool, kind: str | None) -> None:
         """Adds the layer to the folder, with the names that checkpoints have."""
+        quantised = {} if kind is None else self._quantise(KINDS[kind][1])
         mimo, file = self.name == "mimo", self.folder / "model.safetensors"
         prefix = "model.mtp_layers.0." if mimo else f"model.layers.{len(self.model.model.layers)}."
         stored = dict(self.layer.state_dict())
@@ -159,13 +162,29 @@ class MtpPair:
         stored |= {f"{name}.weight": module.weight for name, module in self._parts.items()}
         if not mimo:
             stored |= dict.fromkeys(("shared_head.head.weight", "embed_tokens.weight"), torch.zeros(VOCABULARY, HIDDEN))
+        stored = {name: x for name, x in stored.items() if name not in quantised} | dict(
+            item for parts in quantised.values() for item in parts.items()
+        )
         more = {prefix + name: x.detach().contiguous().clone() for name, x in stored.items()}
         changed = {"model.norm.weight": torch.ones(HIDDEN)} if follows else {}
         save_file(load_file(file) | changed | more, file)
         settings = json.loads((self.folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
         if mimo:
             settings |= {"architectures": ["MiMoForCausalLM"], "model_type": "mimo"}
+        if kind is not None:
+            settings |= {"quantization_config": KINDS[kind][0] | {"ignore": ["lm_head", r"re:(model\.)?layers\..*"]}}
         (self.folder / "config.json").write_text(json.dumps(settings))
+
+    @torch.no_grad()
+    def _quantise(self, make: Make) -> dict[str, dict[str, Tensor]]:
+        """Replaces projections by what quantised ones stand for; returns the tensors of each by the name of its weight."""
+        found, generator = {}, torch.Generator().manual_seed(5)
+        modules = {name: module for name, module in self.layer.named_modules() if isinstance(module, nn.Linear)}
+        for name, module in (modules | {name: each for name, each in self._parts.items() if each is self.join}).items():
+            parts, numbers = make(*module.weight.shape, generator)
+            module.weight.copy_(numbers)
+            found[f"{name}.weight"] = {f"{name}.{suffix}": x for suffix, x in parts.items()}
+        return found
 
     @torch.no_grad()
     def guesses(self, ids: Sequence[int], count: int) -> list[int]:

@@ -33,7 +33,8 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
     def pair(name: str) -> Pair:
         if name not in made:
             path = tmp_path_factory.mktemp("pair")
-            made[name] = EaglePair(path) if name == "eagle3" else MtpPair(path, name)
+            family, _, kind = name.partition(", ")
+            made[name] = EaglePair(path) if name == "eagle3" else MtpPair(path, family, kind=kind or None)
         return made[name]
 
     return pair
@@ -54,7 +55,10 @@ def plain(pairs: Callable[[str], Pair]) -> Callable[[str], list[RequestOutput]]:
 
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("eagle3", ROOM), ("eagle3", SMALL), ("mimo", SMALL), ("glm4_moe", ROOM), ("glm4_moe_lite", SMALL)],
+    [
+        ("eagle3", ROOM), ("eagle3", SMALL), ("mimo", SMALL), ("mimo, ct fp8, rows", ROOM), ("glm4_moe", ROOM),
+        ("glm4_moe_lite", SMALL),
+    ],
 )  # fmt: skip
 def test_guesses_are_those_of_the_formula(name: str, settings: dict[str, Any], pairs, monkeypatch) -> None:
     """At the beginning, after drafts that were refused in part, in chunks, and behind a prefix of another prompt."""
@@ -176,7 +180,7 @@ def test_layers_of_mtp_that_are_not_there_or_not_read_are_refused(pairs, peers, 
     refused(rewritten({f"{own}eh_proj.weight": torch.zeros(40, 79)}), r"of the shape \(40, 79\); must be \(40, 80\)")
     refused(rewritten({f"{own}more.weight": torch.zeros(2)}), "has model.layers.3.more.weight; no such layer")
     codes = stored[f"{own}eh_proj.weight"].to(torch.float8_e4m3fn)
-    refused(rewritten({f"{own}eh_proj.weight": codes}), "in F8_E4M3; supported are layers of MTP in 16 or 32 bits")
+    refused(rewritten({f"{own}eh_proj.weight": codes}), "in F8_E4M3, and its config.json names no quantisation")
     # without drafts no tensor of the layer is read
     LLM(pair.folder, **ROOM)
 

@@ -33,7 +33,7 @@ from rooftile.weights.formats import TILE
 from rooftile.weights.two_four import TwoFour
 
 # scales of a cache in FP8, which ours finds anew
-_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
+CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_proj.output_scale", ".v_proj.output_scale")
 
 
 class Filled(Protocol):
@@ -79,11 +79,11 @@ def load(
         has_head = bool(head) and _is_quantised(found, reader)
         whole = read_whole(shares or {}, found, modules + head * has_head, reader, transposed=config.family == "gpt2")
         found = cut_tensors(found, {name: one for name, one in (shares or {}).items() if name not in whole.shares})
-        for name in [name for name in found if name.endswith(_CACHE_SCALES)]:
+        for name in [name for name in found if name.endswith(CACHE_SCALES)]:
             del found[name]
-        taken = {name: _take(found, name, reader) for _, parts in projections for name in parts if reader.covers(name)}
+        taken = {name: take_module(found, name, reader) for _, parts in projections for name in parts if reader.covers(name)}
         if has_head:
-            tensors, shape = _read_all(_take(found, "lm_head", reader)), (config.vocab_size, config.hidden)
+            tensors, shape = _read_all(take_module(found, "lm_head", reader)), (config.vocab_size, config.hidden)
             first = (shares or {})["lm_head.weight"].cut[0][0].start if shares else 0
             fill_head(decoder.head, _read(config, reader, "lm_head", tensors, shape), first)
         # before the projections: a layer that has them is whole
@@ -112,7 +112,7 @@ def _is_quantised(found: dict[str, StoredTensor], reader: Reader) -> bool:
     return any(f"lm_head.{name}" in found for name in ("weight_scale", "qweight", "_weight_scale", "weight_values"))
 
 
-def _take(found: dict[str, StoredTensor], module: str, reader: Reader) -> dict[str, StoredTensor]:
+def take_module(found: dict[str, StoredTensor], module: str, reader: Reader) -> dict[str, StoredTensor]:
     """Takes the tensors of a module out of all that are stored."""
     needed, optional = reader.suffixes(module)
     missing = [name for name in needed if f"{module}.{name}" not in found]

@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.models.checkpoints.experts import by_expert
 from rooftile.models.checkpoints.names import names_of
+from rooftile.models.checkpoints.quantised import CACHE_SCALES, take_module
 from rooftile.models.checkpoints.stored import StoredTensor
 from rooftile.models.checkpoints.weights import PLAIN, opened
 from rooftile.models.config import ModelConfig
 from rooftile.models.decoder import Decoder
 from rooftile.models.drafts.mtp import MtpHead, MtpNames
+from rooftile.models.projection import numbers_of
 from rooftile.weights.files.folder import files_of, listed
+from rooftile.weights.files.plan import Reader, plan_of
 
 _MIMO = MtpNames(
     token_norm="token_layernorm", hidden_norm="hidden_layernorm", norm="final_layernorm", join="input_proj", shared=(),
@@ -45,13 +49,16 @@ class MtpPlan(NamedTuple):
 
     @torch.inference_mode()
     def read(self, decoder: Decoder) -> MtpHead:
-        """See `HeadPlan.read`."""
-        head = MtpHead(self.config, decoder, self.names)
+        """See `HeadPlan.read`; a projection that the checkpoint has quantised is dequantised."""
+        head, reader = MtpHead(self.config, decoder, self.names), plan_of("auto", self.folder)
         with ExitStack() as stack:
             found = by_expert(self.stored(stack), self.config)
             for name, place in ((self.prefix + name, place) for name, place in head.tensors()):
-                self._check(found, name, tuple(place.shape))
-                place.copy_(found.pop(name).get_tensor())
+                numbers = None if reader is None else self._dequantised(found, name, place, reader)
+                if numbers is None:
+                    self._check(found, name, tuple(place.shape))
+                    numbers = found.pop(name).get_tensor()
+                place.copy_(numbers)
             if found:
                 raise self._refused(f"has {listed([one.name for one in found.values()])}", "no such layer of the family has that")
         return head
@@ -64,16 +71,26 @@ class MtpPlan(NamedTuple):
             file = stack.enter_context(opened(path))
             for stored in (StoredTensor(file, name) for name in file.keys()):  # noqa: SIM118 a file cannot be iterated
                 name = names.without_prefix(stored.name)
-                if name.startswith(self.prefix) and name not in shared:
+                if name.startswith(self.prefix) and name not in shared and not name.endswith(CACHE_SCALES):
                     found[name] = stored
         return found
+
+    def _dequantised(self, found: dict[str, StoredTensor], name: str, place: Tensor, reader: Reader) -> Tensor | None:
+        """Takes a weight that is quantised out of the stored tensors, and returns its numbers; None for a plain tensor."""
+        module, _, last = name.rpartition(".")
+        is_plain = name in found and found[name].dtype() in PLAIN
+        if is_plain or last != "weight" or place.ndim != 2 or not reader.covers(module):
+            return None
+        tensors = {suffix: one.get_tensor() for suffix, one in take_module(found, module, reader).items()}
+        rows, columns = place.shape
+        return numbers_of(reader.read(module, tensors, (rows, columns)), place.dtype)
 
     def _check(self, found: dict[str, StoredTensor], name: str, shape: tuple[int, ...]) -> None:
         if name not in found:
             raise self._refused(f"lacks {name}", "download it again")
         stored = found[name]
         if stored.dtype() not in PLAIN:
-            raise self._refused(f"has {stored.name} in {stored.dtype()}", "supported are layers of MTP in 16 or 32 bits")
+            raise self._refused(f"has {stored.name} in {stored.dtype()}, and its config.json names no quantisation", "correct it")
         if stored.shape() != shape:
             raise self._refused(f"has {stored.name} of the shape {stored.shape()}", f"must be {shape}")
 
