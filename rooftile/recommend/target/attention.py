@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rooftile.errors import InvalidInput
+from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import api
 from rooftile.recommend.target import definition, operator
 from rooftile.recommend.target.arguments import check_call
@@ -15,10 +15,11 @@ from rooftile.recommend.target.problem import Batch, Problem
 from rooftile.recommend.target.search import operator as searches
 from rooftile.recommend.target.search.arguments import check_no_search, check_search
 from rooftile.runtime.arguments import check_backend
+from rooftile.runtime.devices import warn_without_triton
 from rooftile.runtime.operators import transforms_active
 from rooftile.runtime.words import answers_foreign_words
 
-BACKENDS = ("tiled", "eager")
+BACKENDS = ("triton", "tiled", "eager")
 
 
 @answers_foreign_words
@@ -54,7 +55,8 @@ def target_attention(
             back to back (total_q, H, D) with `cu_q`.
         keys: events of all users (total, Hk, D), oldest first. Hk divides H; each key head serves H / Hk heads of q.
         cu: offsets (B + 1,) of users among events, int32 or int64, from 0 to total. A user may have no event: its rows are 0.
-        backend: "tiled" (plain operations, a piece at a time) or "eager" (the definition); None or "auto" takes the fastest.
+        backend: "triton" (kernels), "tiled" (plain operations, a piece at a time) or "eager" (the definition); None or "auto"
+            takes the fastest that runs: `rooftile.attention_packed` for softmax over whole histories without a bias.
         bias: (total,) or (total, 1|H), added to the scores of an event: TWIN's cross features. -inf hides an event. With
             gradient.
         cu_q: offsets (B + 1,) of users among packed candidates.
@@ -157,27 +159,35 @@ def _attend(
     """The outputs, and the events that were chosen if there is a search."""
     batch, problem = check_call(q, keys, cu, *rest)
     way = check_backend(backend, BACKENDS)
+    reason = operator.refusal(batch)
+    if way == "triton" and reason is not None:
+        raise Unsupported(f"backend 'triton' cannot run target attention: {reason}")
     users = q.shape[:2] if q.ndim == 4 else None
     if top_k is None:
         check_no_search(**search)
     else:
         found = check_search(batch, problem, None if users is None else users[1], top_k, **search)
+        if way == "triton" and (lack := searches.refusal(found)) is not None:
+            raise Unsupported(f"backend 'triton' cannot run the search of target attention: {lack}")
         plain = way == "eager" or transforms_active()
         events = definition.search(found) if plain else searches.search(found, way)
         batch = batch._replace(events=events)
-    o = _outputs(batch, problem, way)
+    o = _outputs(batch, problem, way, "tiled" if reason is not None else "triton")
     if users is None:
         return o, batch.events
     return o.unflatten(0, users), None if batch.events is None else batch.events.unflatten(0, users)
 
 
-def _outputs(batch: Batch, problem: Problem, way: str) -> Tensor:
+def _outputs(batch: Batch, problem: Problem, way: str, fastest: str) -> Tensor:
     """Runs a problem whose events are known."""
     if way == "eager" or transforms_active():
         with torch.autocast(batch.q.device.type, enabled=False):
             return definition.target_attention(batch, problem)
-    plain_softmax = problem == Problem("softmax", problem.scale, False, False) and batch.bias is None and batch.events is None
-    if way == "auto" and plain_softmax and batch.q.dtype != torch.float64:
-        q, keys, values = batch[:3]
-        return api.attention_packed(q, keys, values, batch.cu_q, batch.cu, scale=problem.scale, deterministic=False)
-    return operator.attend(batch, problem, "tiled" if way == "auto" else way)
+    if way == "auto":
+        plain_softmax = problem == Problem("softmax", problem.scale, False, False) and batch.bias is None
+        if plain_softmax and batch.events is None and batch.q.dtype != torch.float64:
+            q, keys, values = batch[:3]
+            return api.attention_packed(q, keys, values, batch.cu_q, batch.cu, scale=problem.scale, deterministic=False)
+        warn_without_triton(batch.q.is_cuda)
+        way = fastest
+    return operator.attend(batch, problem, way)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rooftile.recommend.target import chosen, tiled
 from rooftile.recommend.target.problem import Batch, Problem
+from rooftile.runtime.devices import arch, lack_of_kernels
 from rooftile.runtime.launch import device_of
 from rooftile.runtime.operators import below_autograd, define, wants_grad, watched
 
@@ -25,8 +26,23 @@ def attend(batch: Batch, problem: Problem, backend: str) -> Tensor:
 
 def _split(arguments: tuple[Any, ...]) -> tuple[Batch, Problem, Any]:
     """The tensors, the numbers, and the module that runs them."""
-    batch = Batch(*arguments[:7])
-    return batch, Problem(*arguments[7:-1]), tiled if batch.events is None else chosen
+    batch, problem, backend = Batch(*arguments[:7]), Problem(*arguments[7:-1]), arguments[-1]
+    if backend == "triton":
+        from rooftile.recommend.target import kernels
+
+        return batch, problem, kernels
+    return batch, problem, tiled if batch.events is None else chosen
+
+
+def refusal(batch: Batch) -> str | None:
+    """Says why no kernel runs such tensors; None if one does."""
+    if lack := lack_of_kernels(arch(batch.q.device)):
+        return lack
+    if batch.q.dtype == torch.float64:
+        return "q is float64; has float32, bfloat16 and float16"
+    if max(batch.q.shape[2], batch.values.shape[2]) > 256:
+        return f"head dim is {batch.q.shape[2]} for q and {batch.values.shape[2]} for values; has up to 256"
+    return None
 
 
 def _run(*arguments: Any) -> tuple[Tensor, Tensor]:

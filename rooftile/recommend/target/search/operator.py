@@ -9,8 +9,12 @@ from torch import Tensor
 
 from rooftile.recommend.target.search import plain
 from rooftile.recommend.target.search.problem import Search
+from rooftile.runtime.devices import arch, lack_of_kernels
 from rooftile.runtime.launch import device_of
 from rooftile.runtime.operators import call, define
+
+# the most events that the kernel keeps: more do not fit in a program's registers
+MOST_KEPT = 256
 
 
 def search(given: Search, backend: str) -> Tensor:
@@ -22,9 +26,24 @@ def search(given: Search, backend: str) -> Tensor:
 
 
 def _run(*arguments: Any) -> Tensor:
-    search = Search(*arguments[:-1])
-    with torch.no_grad(), device_of(search.q), torch.autocast(search.q.device.type, enabled=False):
-        return plain.search(search)
+    given, backend = Search(*arguments[:-1]), arguments[-1]
+    module: Any = plain
+    if backend != "tiled" and refusal(given) is None:
+        from rooftile.recommend.target.kernels import search as module
+    with torch.no_grad(), device_of(given.q), torch.autocast(given.q.device.type, enabled=False):
+        found: Tensor = module.search(given)
+        return found
+
+
+def refusal(given: Search) -> str | None:
+    """Says why no kernel runs such a search; None if one does."""
+    if lack := lack_of_kernels(arch(given.q.device)):
+        return lack
+    if given.q.dtype == torch.float64:
+        return "the search has float64 features; has float32, bfloat16 and float16"
+    if given.k > MOST_KEPT:
+        return f"top_k is {given.k}; has up to {MOST_KEPT}"
+    return None
 
 
 def _fake(*arguments: Any) -> Tensor:

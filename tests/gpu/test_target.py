@@ -1,0 +1,66 @@
+"""Target attention's kernels on a GPU: against the definition in fp64, the same bits in every run and for one candidate or many."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.recommend.target_cases import D64, SEARCHES, WEIGHTS, Case, by_sorting, case
+
+pytestmark = pytest.mark.gpu
+LENGTHS = (700, 0, 3, 40, 300, 129)
+ERRORS = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def gradients(given: Case, do: torch.Tensor, backend: str) -> tuple[torch.Tensor, ...]:
+    o = given.run(backend)
+    return (o, *torch.autograd.grad(o, given.leaves, do.to(o.dtype)))
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+@pytest.mark.parametrize(("search", "bias"), [("whole", 0), ("whole", 4), ("category", 1)])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_outputs_and_gradients(weights, search, bias, dim, dtype) -> None:
+    given = case(weights, search, bias, lengths=LENGTHS, M=100, D=dim, Dv=dim, k=30).to(dtype, "cuda")
+    exact = given.to(D64, "cuda")
+    do = torch.randn(exact.q.shape, dtype=D64, device="cuda").to(dtype)
+    first = gradients(given, do, "triton")
+    for found, due in zip(first, gradients(exact, do.double(), "eager"), strict=True):
+        assert (found.double() - due).abs().max().item() <= ERRORS[dtype] * due.abs().max().item()
+    for again, before in zip(gradients(given, do, "triton"), first, strict=True):
+        assert torch.equal(again, before)
+
+
+@pytest.mark.parametrize("k", [6, 64, 200, 300])
+@pytest.mark.parametrize("search", SEARCHES[1:])
+def test_a_search_is_a_sort(search, k) -> None:
+    # features of small whole numbers, whose scores are exact in any order of the sum
+    given = case(search=search, bias=1, lengths=(5, 0, 400), M=3, k=k)
+    leaves = (x.detach().mul(4).round().div(4) for x in given[:4])
+    given = Case(*leaves, given.cu, given.words).to(torch.float32)
+    assert torch.equal(given.to(torch.float32, "cuda").events().cpu(), by_sorting(given))
+
+
+@pytest.mark.parametrize("search", ["whole", "exact", "lsh", "category"])
+@pytest.mark.parametrize("weights", WEIGHTS)
+def test_one_candidate_at_a_time_is_many_at_once(weights, search) -> None:
+    given = case(weights, search, 1, lengths=LENGTHS, M=70).to(torch.bfloat16, "cuda")
+    with torch.no_grad():
+        together = given.run(deterministic=True)
+        for m in (0, 33, 69):
+            words = given.words | {name: given.words[name][:, m : m + 1] for name in ("q_categories",) if name in given.words}
+            alone = given._replace(q=given.q[:, m : m + 1], words=words)
+            assert torch.equal(alone.run(deterministic=True), together[:, m : m + 1])
+
+
+@pytest.mark.parametrize("search", ["whole", "exact", "lsh"])
+def test_in_a_captured_graph(search) -> None:
+    given = case("silu", search, 1, lengths=LENGTHS, M=70).to(torch.bfloat16, "cuda")
+    with torch.no_grad():
+        due = given.run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = given.run()
+        graph.replay()
+    assert torch.equal(o, due)

@@ -1,0 +1,62 @@
+"""Target attention's kernels compile without a GPU: on matrix instructions, with what a program may have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not installed on this platform")
+
+from rooftile import recommend
+from tests.kernels.recorded import SHARED, compiled, recorded
+
+
+@pytest.mark.parametrize(
+    ("dim", "weights", "dtype", "sm"),
+    [
+        (64, "silu", torch.bfloat16, 80),
+        (128, "softmax", torch.bfloat16, 90),
+        (128, "silu", torch.bfloat16, 90),
+        (256, "softmax", torch.bfloat16, 90),
+        (64, "silu", torch.float32, 90),
+    ],
+)
+def test_whole_histories(dim: int, weights: str, dtype: torch.dtype, sm: int) -> None:
+    q, keys = (torch.randn(*shape, dim, dtype=dtype, requires_grad=True) for shape in ((2, 96, 4), (1536, 2)))
+    cu, bias = torch.tensor([0, 512, 1536]), torch.randn(1536, requires_grad=True)
+    with recorded(sm) as launches:
+        o = recommend.target_attention(q, keys, cu, bias=bias, weights=weights, backend="triton")
+        o.sum().backward()
+    assert sorted(one.name for one in launches.values()) == ["_gradients_of_candidates", "_gradients_of_events", "_outputs"]
+    for one in launches.values():
+        found = compiled(one, sm)
+        assert found.shared <= SHARED[sm]
+        assert found.matrix or dtype == torch.float32
+        assert found.hot_spills == 0
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(128, torch.bfloat16), (64, torch.float32)])
+def test_chosen_events(dim: int, dtype: torch.dtype) -> None:
+    q, keys = (torch.randn(*shape, dim, dtype=dtype, requires_grad=True) for shape in ((2, 96, 4), (1536, 2)))
+    cu, bias = torch.tensor([0, 512, 1536]), torch.randn(1536, requires_grad=True)
+    with recorded(90) as launches:
+        o = recommend.target_attention(q, keys, cu, bias=bias, top_k=100, backend="triton")
+        o.sum().backward()
+    assert len(launches) == 4
+    for one in launches.values():
+        found = compiled(one, 90)
+        assert found.shared <= SHARED[90]
+        assert found.stack <= 64
+
+
+@pytest.mark.parametrize(
+    ("search", "k", "dtype"), [("exact", 128, torch.bfloat16), ("exact", 256, torch.float32), ("lsh", 100, torch.bfloat16)]
+)
+def test_searches(search: str, k: int, dtype: torch.dtype) -> None:
+    q, keys = (torch.randn(*shape, 128, dtype=dtype) for shape in ((1, 96, 4), (1536, 2)))
+    words = {"planes": recommend.simhash_planes(128, 64)} if search == "lsh" else {"bias": torch.randn(1536)}
+    with recorded(90) as launches:
+        recommend.target_attention(q, keys, torch.tensor([0, 1536]), top_k=k, search=search, backend="triton", **words)
+    (found,) = (compiled(one, 90) for one in launches.values() if one.name == "_search")
+    assert found.shared <= SHARED[90]
+    assert found.matrix or search == "lsh" or dtype == torch.float32
