@@ -23,6 +23,8 @@ from rooftile.runtime.operators import below_autograd, define, transforms_active
 from rooftile.runtime.words import answers_foreign_words
 
 BACKENDS = ("triton", "tiled", "eager")
+# the widest table of positions whose distances a tile holds in 32 bits
+MOST_COLUMNS = 1 << 22
 
 
 @answers_foreign_words
@@ -117,8 +119,8 @@ def _refusal(q: Tensor, v: Tensor, users: Users, problem: Problem) -> str | None
         return "q is float64; has float32, bfloat16 and float16"
     if max(q.shape[2], v.shape[2]) > 256:
         return f"head dim is {q.shape[2]} for q and {v.shape[2]} for v; has up to 256"
-    if users.positions is not None:
-        return "positions came; has the numbers of a user's rows"
+    if users.positions is not None and users.position_table is not None and users.position_table.shape[1] > MOST_COLUMNS:
+        return f"positions came with a table of {users.position_table.shape[1]:,} columns; has up to {MOST_COLUMNS:,}"
     if len(problem.mask.chunks) > 1:
         return f"mask {problem.mask}; has one chunk size"
     return None
