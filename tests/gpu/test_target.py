@@ -1,4 +1,4 @@
-"""Target attention's kernels on a GPU: against the definition in fp64, the same bits each time and for any number of candidates."""
+"""Target attention's kernels on a GPU: against the fp64 definition, the same bits each time and for any number of candidates."""
 
 from __future__ import annotations
 
