@@ -1,7 +1,8 @@
 """HSTU attention beside public Triton kernels' way of computing it, beside our softmax attention, and over ragged users.
 
     bias-BxT       B users of T events, 4 heads of 128, tables of distances and times; times rise by random steps
-    plain-BxT      the same without tables; `softmax` is rooftile.attention under CAUSAL, with as many FLOPs
+    plain-BxT      the same without tables; `softmax` is rooftile.attention under CAUSAL, with as many FLOPs; `hopper` are our
+                   kernels for sm90, which a call names
     ragged-N       users of lognormal lengths, N events in all, with tables; `dense` is one length for as many pairs
     small          for a CPU
 
@@ -24,6 +25,7 @@ from rooftile.cost.users import hstu_pairs
 from rooftile.exact.spec import DTYPES
 from rooftile.hardware.clock import clock_for
 from rooftile.recommend import RelativeBias, hstu_attention, time_edges
+from rooftile.runtime.devices import arch
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import beside_peers, contest, refused, with_measures
 from rooftile_lab.bench.run import Progress
@@ -37,6 +39,7 @@ HEADS, DIM, COLUMNS, BUCKETS, STEP = 4, 128, 2048, 65, 0.301
 CHECKED = 700
 # the most that a result may differ from plain operations in fp64, of the largest number
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
+CHECKED_PROGRAMS = ("rooftile", "hopper", "public")
 Call = Callable[..., Tensor]
 
 
@@ -62,7 +65,7 @@ def measure(session: Session, names: Sequence[str], say: Progress) -> Iterator[R
         torch.manual_seed(0)
         problem = problem_of(name, session.device, DTYPES[session.dtype])
         calls = contestants(name, problem)
-        why = {who: refusal(call, checked(problem)) for who, call in calls.items() if who in ("rooftile", "public")}
+        why = {who: refusal(call, checked(problem)) for who, call in calls.items() if who in CHECKED_PROGRAMS}
         calls = {who: call for who, call in calls.items() if not why.get(who)}
         pairs = sum(hstu_pairs(n, 0, 0, rt.CAUSAL) for n in problem.cu.diff().tolist())
         q = problem.leaves[0]
@@ -106,6 +109,8 @@ def contestants(name: str, problem: Problem) -> dict[str, Call]:
         calls["public"] = public
     if name.startswith("plain"):
         calls["softmax"] = softmax
+        if arch(problem.cu.device) == "sm90" and problem.leaves[0].dtype == torch.bfloat16:
+            calls["hopper"] = partial(ours, backend="hopper")
     if name.startswith("ragged"):
         pairs = sum(n * (n + 1) // 2 for n in problem.cu.diff().tolist())
         length = int((2 * pairs / max(len(problem.cu) - 1, 1)) ** 0.5)
@@ -153,7 +158,7 @@ def run(call: Call, problem: Problem, phase: str) -> Any:
             return call(problem)
     y = call(problem)
     leaves = problem.leaves[:3] if call is softmax else problem.leaves
-    if isinstance(call, partial):
+    if isinstance(call, partial) and call.args:
         leaves = call.args[0].leaves
     return torch.autograd.grad(y, leaves, torch.ones_like(y))
 
@@ -186,12 +191,15 @@ def _eager(exact: Problem, problem: Problem) -> Tensor:
 
 
 def _compared(rows: dict[str, Row]) -> dict[str, Row]:
-    """The rows with our time beside softmax's, and ragged users' beside dense ones'."""
-    mine = rows.get("rooftile")
-    if mine is None or mine.median_us is None:
-        return rows
-    for who in ("softmax", "dense", "public"):
-        other = rows.get(who)
-        if other is not None and other.median_us is not None:
-            mine = with_measures(mine, **{f"of_{who}_ratio": other.median_us / mine.median_us})
-    return rows | {"rooftile": mine}
+    """The rows with our times beside softmax's, the public kernels', and ragged users' beside dense ones'."""
+    found = dict(rows)
+    for ours_is in ("rooftile", "hopper"):
+        mine = rows.get(ours_is)
+        if mine is None or mine.median_us is None:
+            continue
+        for who in ("softmax", "dense", "public"):
+            other = rows.get(who)
+            if other is not None and other.median_us is not None:
+                mine = with_measures(mine, **{f"of_{who}_ratio": other.median_us / mine.median_us})
+        found[ours_is] = mine
+    return found
