@@ -36,6 +36,23 @@ def test_outputs_and_gradients(mask, contextual, targets, bias, dim, dtype) -> N
         assert torch.equal(again, before)
 
 
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_positions_of_the_callers_own(dim: int, dtype: torch.dtype) -> None:
+    """Gaps of all widths: equal to the definition, and the same bits in every run."""
+    given = case("causal", 2, TARGETS, True, lengths=tuple(n + 2 * (n > 0) for n in LENGTHS), D=dim, Dv=dim)
+    steps = torch.tensor([0, 1, 1, 2, 7, 1 << 40])[torch.randint(0, 6, (len(given.q),))]
+    positions = torch.cat([part.cumsum(0) for part in steps.split(given.cu.diff().tolist())])
+    given = given._replace(words=given.words | {"positions": positions}).to(dtype, "cuda")
+    exact = given.to(D64, "cuda")
+    dy = torch.randn(exact.v.shape, dtype=D64, device="cuda").to(dtype)
+    first = gradients(given, dy, "triton")
+    for found, due in zip(first, gradients(exact, dy.double(), "eager"), strict=True):
+        assert (found.double() - due).abs().max().item() <= ERRORS[dtype] * due.abs().max().item()
+    for again, before in zip(gradients(given, dy, "triton"), first, strict=True):
+        assert torch.equal(again, before)
+
+
 def test_in_a_captured_graph() -> None:
     given = case("causal", 2, TARGETS, True, lengths=tuple(n + 2 * (n > 0) for n in LENGTHS), D=64, Dv=64).to(
         torch.bfloat16, "cuda"

@@ -12,6 +12,7 @@ from tests.recommend.test_hstu import (  # noqa: F401 - collected here
     check_outputs_and_gradients,
     test_a_bad_target_reaches_no_other,
     test_a_user_does_not_depend_on_its_neighbours,
+    test_gradients_with_positions_of_the_callers_own,
     test_head_dims_and_strides,
     test_nothing_to_compute,
     test_times_as_queries_and_as_keys,

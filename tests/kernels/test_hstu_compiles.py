@@ -12,21 +12,25 @@ from tests.kernels.recorded import SHARED, compiled, recorded
 
 
 @pytest.mark.parametrize(
-    ("dim", "bias", "dtype", "sm"),
+    ("dim", "bias", "placed", "dtype", "sm"),
     [
-        (64, True, torch.bfloat16, 80),
-        (128, False, torch.bfloat16, 90),
-        (128, True, torch.bfloat16, 90),
-        (256, True, torch.bfloat16, 90),
-        (64, True, torch.float32, 90),
+        (64, True, False, torch.bfloat16, 80),
+        (128, True, True, torch.bfloat16, 80),
+        (128, False, False, torch.bfloat16, 90),
+        (128, True, False, torch.bfloat16, 90),
+        (128, True, True, torch.bfloat16, 90),
+        (256, True, False, torch.bfloat16, 90),
+        (64, True, False, torch.float32, 90),
     ],
 )
-def test_forward_and_gradients(dim: int, bias: bool, dtype: torch.dtype, sm: int) -> None:
+def test_forward_and_gradients(dim: int, bias: bool, placed: bool, dtype: torch.dtype, sm: int) -> None:
     q, k, v = (torch.randn(1536, 4, dim, dtype=dtype, requires_grad=True) for _ in range(3))
     words = {}
     if bias:
         tables = (torch.randn(n, requires_grad=True) for n in (512, 33))
         words = {"bias": recommend.RelativeBias(*tables, recommend.time_edges(33)), "times": torch.arange(1536)}
+    if placed:
+        words["positions"] = torch.arange(1536) * 2
     cu = torch.tensor([0, 512, 1536])
     with recorded(sm) as launches:
         y = recommend.hstu_attention(q, k, v, cu, alpha=0.1, targets=4, backend="triton", **words)

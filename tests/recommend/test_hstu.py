@@ -211,6 +211,20 @@ def test_tensors_that_do_not_fit() -> None:
         hstu_attention(q, q, q, cu, alpha=1.0, causal=True)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("mask", ["causal", "both sides"])
+@pytest.mark.parametrize("zero", [0, 7])
+def test_gradients_with_positions_of_the_callers_own(mask: str, zero: int) -> None:
+    """Positions that stand still, go on by one, leave gaps wider than the table, and go beyond 32 bits."""
+    given = case(mask, 2, (2, 0, 0, 5, 40), True, lengths=(5, 0, 3, 40, 150), zero=zero)
+    steps = torch.tensor([0, 1, 1, 1, 2, 5, 40, 1 << 41])[torch.randint(0, 8, (198,))]
+    # a run as of a history without gaps
+    steps[60:130] = 1
+    positions = torch.cat([steps[start:stop].cumsum(0) - 3 for start, stop in ((0, 5), (5, 8), (8, 48), (48, 198))])
+    given = given._replace(words=given.words | {"positions": positions}).to(torch.float32)
+    dy = torch.randn(given.v.shape)
+    assert_near(gradients(given, BACKEND, dy), gradients(given.to(D64), "eager", dy.double()), 1e-5)
+
+
 def test_positions_of_the_callers_own() -> None:
     """A history with gaps: distances are those of the positions."""
     given = case("causal", bias=True, lengths=(40,))

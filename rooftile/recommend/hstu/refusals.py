@@ -9,6 +9,10 @@ from rooftile.recommend.hstu.problem import Problem, Users
 from rooftile.runtime.devices import arch, lack_of_gluon, lack_of_kernels
 
 
+# the widest table of positions whose distances a tile holds in 32 bits
+MOST_COLUMNS = 1 << 22
+
+
 def refusal_of_triton(q: Tensor, v: Tensor, users: Users, problem: Problem) -> str | None:
     """Says why Triton's kernels do not run such tensors."""
     if lack := lack_of_kernels(arch(q.device)):
@@ -17,8 +21,8 @@ def refusal_of_triton(q: Tensor, v: Tensor, users: Users, problem: Problem) -> s
         return "q is float64; has float32, bfloat16 and float16"
     if max(q.shape[2], v.shape[2]) > 256:
         return f"head dim is {q.shape[2]} for q and {v.shape[2]} for v; has up to 256"
-    if users.positions is not None:
-        return "positions came; has the numbers of a user's rows"
+    if users.positions is not None and users.position_table is not None and users.position_table.shape[1] > MOST_COLUMNS:
+        return f"positions came with a table of {users.position_table.shape[1]:,} columns; has up to {MOST_COLUMNS:,}"
     if len(problem.mask.chunks) > 1:
         return f"mask {problem.mask}; has one chunk size"
     return None

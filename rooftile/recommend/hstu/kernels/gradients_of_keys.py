@@ -16,7 +16,9 @@ from rooftile.exact.backends.triton.scores import load_rows
 from rooftile.recommend.hstu.kernels.pairs import (
     Numbers,
     UserTensors,
+    first_place,
     own_scores,
+    places_of,
     rows_of,
     scores,
     sees_of,
@@ -34,8 +36,8 @@ from rooftile.runtime.launch import Kernel
 # fmt: off
 @triton.jit
 def _walk_rows(
-    dk, dv, k, v, j, key_times, first, last, low, high, q_ptr, dy_ptr, q_stride, dy_stride, walk, tiles, user, tensors, numbers,
-    SPEC: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, k, v, j, place, origin, key_times, first, last, low, high, q_ptr, dy_ptr, q_stride, dy_stride, walk, tiles,
+    user, tensors, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr,
 ):
     # fmt: on
     r = tl.arange(0, SPEC.ROWS)
@@ -55,7 +57,7 @@ def _walk_rows(
             row_times, earliest, latest = times_of(tensors.row_times, i, there, user)
             row_times = row_times[None, :]
         x, low, high = scores(
-            x, i[None, :], j[:, None], row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
+            x, places_of(i, there, origin, user, tensors, SPEC)[None, :], place, row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
         )
         w, gate = silu(x)
         ds = tl.dot(v, tl.trans(dy), input_precision=SPEC.PRECISION) * slope(x, gate)
@@ -72,7 +74,7 @@ def _walk_rows(
 @triton.jit(do_not_specialize=["B", "H"])
 def _gradients_of_keys(
     q_ptr, k_ptr, v_ptr, dy_ptr, dk_ptr, dv_ptr,
-    cu_ptr, targets_ptr, position_ptr, time_ptr, edges_ptr, row_times_ptr, key_times_ptr,
+    cu_ptr, targets_ptr, position_ptr, time_ptr, edges_ptr, row_times_ptr, key_times_ptr, places_ptr,
     q_strides, k_strides, v_strides, dy_strides, B, H, numbers, SPEC: tl.constexpr,
 ):
     # fmt: on
@@ -80,7 +82,7 @@ def _gradients_of_keys(
     BLOCK_D: tl.constexpr = SPEC.BLOCK_D
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
     numbers = Numbers(*numbers)
-    tensors = UserTensors(cu_ptr, targets_ptr, position_ptr, time_ptr, edges_ptr, row_times_ptr, key_times_ptr)
+    tensors = UserTensors(cu_ptr, targets_ptr, position_ptr, time_ptr, edges_ptr, row_times_ptr, key_times_ptr, places_ptr)
     h = tl.program_id(0) % H
     user, tile = user_and_tile(tl.program_id(0) // H, h, B, tensors, numbers, SPEC.KEYS, SPEC)
     j_0 = tile * SPEC.KEYS
@@ -106,15 +108,17 @@ def _gradients_of_keys(
     if SPEC.TIMES:
         key_times, first, last = times_of(key_times_ptr, j, present, user)
         key_times = key_times[:, None]
+    origin = first_place(j_0, user, tensors, SPEC)
+    place = places_of(j, there, origin, user, tensors, SPEC)[:, None]
     dk = tl.zeros((KEYS, BLOCK_D), tl.float32)
     dv = tl.zeros((KEYS, BLOCK_DV), tl.float32)
     walk = rows_of(j_0, user, numbers, SPEC)
     # fmt: off
     dk, dv, low, high = _walk_rows(
-        dk, dv, k, v, j, key_times, first, last, low, high, q_ptr, dy_ptr, q_strides[0], dy_strides[0], walk, walk.clear,
+        dk, dv, k, v, j, place, origin, key_times, first, last, low, high, q_ptr, dy_ptr, q_strides[0], dy_strides[0], walk, walk.clear,
         user, tensors, numbers, SPEC, False)
     dk, dv, low, high = _walk_rows(
-        dk, dv, k, v, j, key_times, first, last, low, high, q_ptr, dy_ptr, q_strides[0], dy_strides[0], walk,
+        dk, dv, k, v, j, place, origin, key_times, first, last, low, high, q_ptr, dy_ptr, q_strides[0], dy_strides[0], walk,
         walk.context + walk.left + walk.right, user, tensors, numbers, SPEC, True)
     # fmt: on
     if SPEC.TARGETS:

@@ -16,10 +16,14 @@ from torch import Tensor
 
 from rooftile.exact.backends.triton.scores import load_rows
 from rooftile.recommend.hstu.kernels.pairs import (
+    FAR,
     Numbers,
     UserTensors,
+    column_of,
+    first_place,
     keys_of,
     own_scores,
+    places_of,
     scores,
     sees_of,
     silu,
@@ -71,6 +75,21 @@ def _add_positions(sums, ds, i_0, j_0, user, numbers, SPEC: tl.constexpr):
 
 
 @triton.jit
+def _add_placed(sums, ds, place, there, key_place, present, numbers):
+    """Adds the gradients ds (ROWS, KEYS) of scores to the columns of distances between positions of the caller's own.
+
+    The first and last places of rows and keys bound the columns; each column's pairs are one sum, and far tiles have one column.
+    """
+    low = column_of(tl.min(tl.where(there, place, FAR)) - tl.max(tl.where(present, key_place, -FAR)), numbers)
+    high = column_of(tl.max(tl.where(there, place, -FAR)) - tl.min(tl.where(present, key_place, FAR)), numbers)
+    for column in tl.range(low, high):
+        farther = place[:, None] - (column - numbers.zero) > key_place[None, :]
+        tl.atomic_add(sums + column, tl.sum(tl.where(farther, 0.0, ds)), sem="relaxed")
+        ds = tl.where(farther, ds, 0.0)
+    tl.atomic_add(sums + high, tl.sum(ds), sem="relaxed")
+
+
+@triton.jit
 def _add_times(sums, ds, row_times, key_times, low, high, tensors):
     """Adds the gradients ds of scores to the buckets of their times, which go from `low` to `high`."""
     for b in tl.range(low, high):
@@ -83,8 +102,8 @@ def _add_times(sums, ds, row_times, key_times, low, high, tensors):
 # fmt: off
 @triton.jit
 def _walk_keys(
-    dq, q, dy, i_0, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_stride, v_stride, positions, times, walk, tiles,
-    user, tensors, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, SUMS: tl.constexpr,
+    dq, q, dy, i_0, place, origin, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_stride, v_stride, positions, times,
+    walk, tiles, user, tensors, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr, SUMS: tl.constexpr,
 ):
     # fmt: on
     s = tl.arange(0, SPEC.KEYS)
@@ -104,15 +123,19 @@ def _walk_keys(
         if SPEC.TIMES:
             key_times, first, last = times_of(tensors.key_times, j, present, user)
             key_times = key_times[None, :]
+        key_place = places_of(j, present, origin, user, tensors, SPEC)
         x, low, high = scores(
-            x, i[:, None], j[None, :], row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
+            x, place[:, None], key_place[None, :], row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
         )
         _, gate = silu(x)
         ds = tl.dot(dy, tl.trans(v), input_precision=SPEC.PRECISION) * slope(x, gate)
         if MASKED:
             ds = tl.where(sees_of(i[:, None], j[None, :], user, numbers, SPEC), ds, 0.0)
         if SUMS and SPEC.POSITIONS:
-            _add_positions(positions, ds * user.factor, i_0, j_0, user, numbers, SPEC)
+            if SPEC.PLACED:
+                _add_placed(positions, ds * user.factor, place, i < user.n, key_place, present, numbers)
+            else:
+                _add_positions(positions, ds * user.factor, i_0, j_0, user, numbers, SPEC)
         if SUMS and SPEC.TIMES:
             _add_times(times, ds * user.factor, row_times, key_times, low, high, tensors)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=SPEC.PRECISION)
@@ -123,12 +146,12 @@ def _walk_keys(
 @triton.jit(do_not_specialize=["B", "H", "slots"])
 def _gradients_of_rows(
     q_ptr, k_ptr, v_ptr, dy_ptr, dq_ptr, positions_ptr, times_ptr,
-    cu_ptr, targets_ptr, position_ptr, time_ptr, edges_ptr, row_times_ptr, key_times_ptr,
+    cu_ptr, targets_ptr, position_ptr, time_ptr, edges_ptr, row_times_ptr, key_times_ptr, places_ptr,
     q_strides, k_strides, v_strides, dy_strides, B, H, slots, numbers, SPEC: tl.constexpr, SUMS: tl.constexpr,
 ):
     # fmt: on
     numbers = Numbers(*numbers)
-    tensors = UserTensors(cu_ptr, targets_ptr, position_ptr, time_ptr, edges_ptr, row_times_ptr, key_times_ptr)
+    tensors = UserTensors(cu_ptr, targets_ptr, position_ptr, time_ptr, edges_ptr, row_times_ptr, key_times_ptr, places_ptr)
     h = tl.program_id(0) % H
     positions = positions_ptr + tl.program_id(0).to(tl.int64) * (numbers.columns + 2)
     times = times_ptr + tl.program_id(0).to(tl.int64) * numbers.buckets
@@ -172,15 +195,17 @@ def _tile(
             row_times = row_times[:, None]
             low += numbers.buckets - 1
             high += numbers.buckets - 1
+        origin = first_place(i_0, user, tensors, SPEC)
+        place = places_of(i, there, origin, user, tensors, SPEC)
         dq = tl.zeros((ROWS, BLOCK_D), tl.float32)
         walk = keys_of(i_0, user, numbers, SPEC)
         # fmt: off
         dq, low, high = _walk_keys(
-            dq, q, dy, i_0, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_stride, v_stride, positions, times, walk,
-            walk.clear, user, tensors, numbers, SPEC, False, SUMS)
+            dq, q, dy, i_0, place, origin, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_stride, v_stride,
+            positions, times, walk, walk.clear, user, tensors, numbers, SPEC, False, SUMS)
         dq, low, high = _walk_keys(
-            dq, q, dy, i_0, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_stride, v_stride, positions, times, walk,
-            walk.context + walk.left + walk.right, user, tensors, numbers, SPEC, True, SUMS)
+            dq, q, dy, i_0, place, origin, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_stride, v_stride,
+            positions, times, walk, walk.context + walk.left + walk.right, user, tensors, numbers, SPEC, True, SUMS)
         # fmt: on
         if SPEC.TARGETS:
             if i_0 + SPEC.ROWS > user.end:

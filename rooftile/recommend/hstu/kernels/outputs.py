@@ -16,8 +16,10 @@ from rooftile.exact.backends.triton.scores import load_rows
 from rooftile.recommend.hstu.kernels.pairs import (
     Numbers,
     UserTensors,
+    first_place,
     keys_of,
     own_scores,
+    places_of,
     scores,
     sees_of,
     silu,
@@ -33,8 +35,8 @@ from rooftile.runtime.launch import Kernel
 # fmt: off
 @triton.jit
 def _walk_keys(
-    acc, q, i, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_stride, v_stride, walk, tiles, user, tensors, numbers,
-    SPEC: tl.constexpr, MASKED: tl.constexpr,
+    acc, q, i, place, origin, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_stride, v_stride, walk, tiles,
+    user, tensors, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr,
 ):
     # fmt: on
     s = tl.arange(0, SPEC.KEYS)
@@ -53,7 +55,7 @@ def _walk_keys(
             key_times, first, last = times_of(tensors.key_times, j, present, user)
             key_times = key_times[None, :]
         x, low, high = scores(
-            x, i[:, None], j[None, :], row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
+            x, place, places_of(j, present, origin, user, tensors, SPEC)[None, :], row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
         )
         w, _ = silu(x)
         if MASKED:
@@ -65,14 +67,14 @@ def _walk_keys(
 # fmt: off
 @triton.jit(do_not_specialize=["B", "H"])
 def _forward(
-    q_ptr, k_ptr, v_ptr, y_ptr, cu_ptr, targets_ptr, position_ptr, time_ptr, edges_ptr, row_times_ptr, key_times_ptr,
+    q_ptr, k_ptr, v_ptr, y_ptr, cu_ptr, targets_ptr, position_ptr, time_ptr, edges_ptr, row_times_ptr, key_times_ptr, places_ptr,
     q_strides, k_strides, v_strides, B, H, numbers, SPEC: tl.constexpr,
 ):
     # fmt: on
     ROWS: tl.constexpr = SPEC.ROWS
     BLOCK_DV: tl.constexpr = SPEC.BLOCK_DV
     numbers = Numbers(*numbers)
-    tensors = UserTensors(cu_ptr, targets_ptr, position_ptr, time_ptr, edges_ptr, row_times_ptr, key_times_ptr)
+    tensors = UserTensors(cu_ptr, targets_ptr, position_ptr, time_ptr, edges_ptr, row_times_ptr, key_times_ptr, places_ptr)
     h = tl.program_id(0) % H
     user, tile = user_and_tile(tl.program_id(0) // H, h, B, tensors, numbers, SPEC.ROWS, SPEC)
     i_0 = tile * SPEC.ROWS
@@ -97,14 +99,16 @@ def _forward(
         row_times = row_times[:, None]
         low += numbers.buckets - 1
         high += numbers.buckets - 1
+    origin = first_place(i_0, user, tensors, SPEC)
+    place = places_of(i, there, origin, user, tensors, SPEC)[:, None]
     acc = tl.zeros((ROWS, BLOCK_DV), tl.float32)
     walk = keys_of(i_0, user, numbers, SPEC)
     # fmt: off
     acc, low, high = _walk_keys(
-        acc, q, i, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_strides[0], v_strides[0], walk, walk.clear,
+        acc, q, i, place, origin, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_strides[0], v_strides[0], walk, walk.clear,
         user, tensors, numbers, SPEC, False)
     acc, low, high = _walk_keys(
-        acc, q, i, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_strides[0], v_strides[0], walk,
+        acc, q, i, place, origin, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_strides[0], v_strides[0], walk,
         walk.context + walk.left + walk.right, user, tensors, numbers, SPEC, True)
     # fmt: on
     if SPEC.TARGETS:

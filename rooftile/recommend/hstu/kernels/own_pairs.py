@@ -22,7 +22,7 @@ from rooftile.runtime.launch import Kernel
 def _targets(cu_ptr, targets_ptr, B, H, numbers, SPEC: tl.constexpr):
     """A program's user, head, rows, and which of them are targets."""
     numbers = Numbers(*numbers)
-    tensors = UserTensors(cu_ptr, targets_ptr, cu_ptr, cu_ptr, cu_ptr, cu_ptr, cu_ptr)
+    tensors = UserTensors(cu_ptr, targets_ptr, cu_ptr, cu_ptr, cu_ptr, cu_ptr, cu_ptr, cu_ptr)
     h = tl.program_id(0) % H
     user, tile = user_and_tile(tl.program_id(0) // H, h, B, tensors, numbers, SPEC.ROWS, SPEC)
     i = tile * SPEC.ROWS + tl.arange(0, SPEC.ROWS)

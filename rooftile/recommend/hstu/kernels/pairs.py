@@ -41,6 +41,7 @@ class UserTensors(NamedTuple):
     edges: tl.tensor
     row_times: tl.tensor
     key_times: tl.tensor
+    positions: tl.tensor
 
 
 class User(NamedTuple):
@@ -87,17 +88,43 @@ def sees_of(i, j, user, numbers, SPEC: tl.constexpr):
     return sees & (j < user.end)
 
 
-@triton.jit
-def distances(i, j, user):
-    """The distance of row i from key j: all targets stand behind the history."""
-    return tl.minimum(i, user.end) - tl.minimum(j, user.end)
+# farther than any table reaches
+FAR = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def position_bias(i, j, user, numbers):
+def first_place(i_0, user, tensors, SPEC: tl.constexpr):
+    """Loads the position of a tile's first row or key, from which its program counts; 0 without positions of the caller's own."""
+    found = user.start * 0
+    if SPEC.PLACED:
+        found = tl.load(tensors.positions + user.start + i_0)
+    return found
+
+
+@triton.jit
+def places_of(i, there, origin, user, tensors, SPEC: tl.constexpr):
+    """Finds the places of rows or keys, whose differences are distances: their numbers, where all targets stand behind the history.
+
+    The caller's own positions count from `origin`, so that 32 bits hold them: a place that is clipped is far from each of the tile
+    of `origin`.
+    """
+    place = tl.minimum(i, user.end)
+    if SPEC.PLACED:
+        found = tl.load(tensors.positions + user.start + i, mask=there, other=0) - origin
+        place = tl.minimum(tl.maximum(found, -FAR), FAR).to(tl.int32)
+    return place
+
+
+@triton.jit
+def column_of(distance, numbers):
+    """The column of the table of positions for a distance."""
+    return tl.minimum(tl.maximum(distance + numbers.zero, 0), numbers.columns - 1)
+
+
+@triton.jit
+def position_bias(distance, user, numbers):
     """Reads the bias of a tile of pairs from the table of positions."""
-    column = tl.minimum(tl.maximum(distances(i, j, user) + numbers.zero, 0), numbers.columns - 1)
-    return tl.load(user.position_row + column).to(tl.float32)
+    return tl.load(user.position_row + column_of(distance, numbers)).to(tl.float32)
 
 
 @triton.jit
@@ -144,11 +171,27 @@ def times_of(pointer, i, there, user):
 
 
 @triton.jit
-def scores(x, i, j, row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC: tl.constexpr):
-    """Turns products of rows i and keys j, which broadcast, into scores; returns the buckets of their times, too."""
+def scores(
+    x,
+    place_i,
+    place_j,
+    row_times,
+    earliest,
+    latest,
+    key_times,
+    first,
+    last,
+    low,
+    high,
+    user,
+    tensors,
+    numbers,
+    SPEC: tl.constexpr,
+):
+    """Turns products of rows and keys, whose places and times broadcast, into scores; returns the buckets of their times, too."""
     x = x * numbers.alpha
     if SPEC.POSITIONS:
-        x += position_bias(i, j, user, numbers)
+        x += position_bias(place_i - place_j, user, numbers)
     if SPEC.TIMES:
         low = bucket_of(earliest - last, low, tensors, numbers)
         high = bucket_of(latest - first, high, tensors, numbers)
@@ -161,7 +204,7 @@ def own_scores(q, k, i, there, user, tensors, numbers, SPEC: tl.constexpr):
     """The scores of rows i (R,) with themselves, which targets have: products of tensors (R, D)."""
     x = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * numbers.alpha
     if SPEC.POSITIONS:
-        x += position_bias(i, i, user, numbers)
+        x += position_bias(0 * i, user, numbers)
     if SPEC.TIMES:
         at = user.start + i
         row_times = tl.load(tensors.row_times + at, mask=there, other=0)

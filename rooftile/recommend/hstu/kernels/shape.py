@@ -28,6 +28,7 @@ class Shape(NamedTuple):
     CONTEXTUAL: bool
     TARGETS: bool
     POSITIONS: bool  # a table of positions
+    PLACED: bool  # positions of the caller's own
     TIMES: bool  # a table of times
     PRECISION: str  # how fp32 numbers are multiplied
 
@@ -59,7 +60,7 @@ class Launch(NamedTuple):
     H: int
     programs: int
     strides: tuple[tuple[int, int], ...]  # (row, head) of q, k and v
-    users: tuple[Tensor, ...]  # cu, targets, tables, edges and times; cu stands in for what is absent
+    users: tuple[Tensor, ...]  # cu, targets, tables, edges, times and positions; cu stands in for what is absent
     numbers: tuple[Any, ...]
     constants: dict[str, Any]
     tile: Tiles
@@ -74,11 +75,19 @@ def launch_of(kernel: str, q: Tensor, k: Tensor, v: Tensor, users: Users, proble
     bounds = problem.mask.left, problem.mask.right, problem.mask.prefix
     flags = (
         *(n is not None for n in bounds), bool(problem.mask.chunks), problem.contextual > 0, users.targets is not None,
-        users.position_table is not None, users.time_table is not None,
+        users.position_table is not None, users.positions is not None, users.time_table is not None,
     )  # fmt: skip
     block = tile.rows if cut == "rows" else tile.keys
     stand_in = users.cu
-    given = (users.targets, users.position_table, users.time_table, users.edges, users.row_times, users.key_times)
+    given = (
+        users.targets,
+        users.position_table,
+        users.time_table,
+        users.edges,
+        users.row_times,
+        users.key_times,
+        users.positions,
+    )
     left, right, prefix = (n or 0 for n in bounds)
     (chunk,) = problem.mask.chunks or (0,)
     columns, buckets = (0 if x is None else x.shape[1] for x in (users.position_table, users.time_table))
