@@ -8,7 +8,6 @@ from torch import Tensor
 from rooftile.recommend.hstu.problem import Problem, Users
 from rooftile.runtime.devices import arch, lack_of_gluon, lack_of_kernels
 
-
 # the widest table of positions whose distances a tile holds in 32 bits
 MOST_COLUMNS = 1 << 22
 
