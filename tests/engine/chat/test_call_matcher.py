@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -285,12 +286,13 @@ def test_texts_in_tags_follow_what_a_schema_says_of_strings() -> None:
         said(one, parameters={"type": "object", "properties": {"a": {"type": "string", "pattern": "x"}}}, strict=True)
 
 
-def test_literals_of_python_follow_a_schema() -> None:
-    case = next(case for case in CASES if case.name == "pythonic")
+def calling(name: str, before: str, after: str) -> Callable[..., bool]:
+    """Tells whether a function may be called with arguments, as they are written in a syntax."""
+    case = next(case for case in CASES if case.name == name)
     own = tokens_of(case, "added")
 
     def goes(arguments: str, **function: Any) -> bool:
-        tools, text = [{"type": "function", "function": {"name": "f", **function}}], f"[f({arguments})]"
+        tools, text = [{"type": "function", "function": {"name": "f", **function}}], f"{before}{arguments}{after}"
         steering = steered(case, own, use_of(None, False, tools))
         done = says(steering, own, text) == text
         if done:
@@ -299,9 +301,36 @@ def test_literals_of_python_follow_a_schema() -> None:
             assert call.broken is None
         return done
 
-    def of(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
-        return {"type": "object", "properties": properties, "required": required or []}
+    return goes
 
+
+def of(required: list[str] | None = None, **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required or []}
+
+
+def test_values_of_gemma_follow_a_schema() -> None:
+    goes = calling("gemma4", "<|tool_call>call:f{", "}<tool_call|>")
+    assert goes("")
+    assert not goes("a:1")
+    assert goes('x:1,y:[{a.b:null},1.5e3,<|"|>}"\n\\<|"|>]', parameters={"type": "object"})
+    parameters = of(["b"], a={"type": "integer"}, b={"type": "number"}, c={"type": "string", "maxLength": 2})
+    for arguments, due in (
+        ("b:1", True), ("a:1,b:2.5", True), ('b:1, c:<|"|>x}<|"|>', True), ("", False), ("a:1", False), ("b:1,a:2", False),
+        ('a:1.5,b:1', False), ('b:1,c:<|"|>abc<|"|>', False), ("b:1,c:ab", False), ("b:1,d:1", False),
+    ):  # fmt: skip
+        assert goes(arguments, parameters=parameters) == due, arguments
+    tree = of(["a"], a={"$ref": "#/$defs/t"}) | {"$defs": {"t": of(["v"], v={"type": "boolean"}, t={"$ref": "#/$defs/t"})}}
+    assert goes("a:{v:true,t:{v:false}}", parameters=tree)
+    assert not goes("a:{t:{v:true}}", parameters=tree)
+    some = of(["a"], a={"enum": ["it's", "", 1, None, [1, {"b": "x"}]]})
+    right, wrong = ('<|"|>it\'s<|"|>', '<|"|><|"|>', "1", "null", "None", '[1,{b:<|"|>x<|"|>}]'), ("2", '<|"|>it<|"|>', "[1]")
+    assert [goes(f"a:{value}", parameters=some) for value in (*right, *wrong)] == [True] * len(right) + [False] * len(wrong)
+    with pytest.raises(InvalidInput, match="the function f is strict, and its schema has minLength"):
+        goes('a:<|"|><|"|>', parameters=of(["a"], a={"type": "string", "minLength": 1}), strict=True)
+
+
+def test_literals_of_python_follow_a_schema() -> None:
+    goes = calling("pythonic", "[f(", ")]")
     whole, text = {"type": "integer"}, {"type": "string"}
     assert goes("")
     assert not goes("a=1")

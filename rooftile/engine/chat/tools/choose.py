@@ -7,6 +7,7 @@ from rooftile.engine.chat.harmony.reader import HarmonyReader
 from rooftile.engine.chat.tools.syntax import Syntax
 from rooftile.engine.chat.tools.syntaxes.cohere import CohereForm, CohereReader
 from rooftile.engine.chat.tools.syntaxes.deepseek import CALLS, DeepseekForm, DeepseekReader
+from rooftile.engine.chat.tools.syntaxes.gemma import BEGIN, GemmaForm, GemmaReader
 from rooftile.engine.chat.tools.syntaxes.glm import GlmForm, GlmReader
 from rooftile.engine.chat.tools.syntaxes.hermes import HermesForm, HermesReader
 from rooftile.engine.chat.tools.syntaxes.kimi import SECTION, KimiForm, KimiReader
@@ -43,6 +44,7 @@ _ALL = (
     Syntax("granite", GraniteReader, lambda template: "<|tool_call|> followed by a JSON list" in template, GraniteForm()),
     Syntax("phi4_mini_json", PhiReader, lambda template: "functools[" in template, PhiForm()),
     Syntax("deepseek_v3", DeepseekReader, lambda template: CALLS in template and "```" in template, DeepseekForm(fenced=True)),
+    Syntax("gemma4", GemmaReader, lambda template: f"{BEGIN}call:" in template, GemmaForm()),
     Syntax("kimi_k2", KimiReader, lambda template: SECTION in template, KimiForm()),
     Syntax("minimax_m2", MiniMaxReader, lambda template: "<minimax:tool_call>" in template, MiniMaxForm()),
     Syntax("minimax", MiniMaxM1Reader, lambda template: "<tool_calls>\n{" in _plain(template), MiniMaxM1Form()),

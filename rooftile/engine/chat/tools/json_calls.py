@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from typing import NamedTuple
 
-from rooftile.engine.chat.tools.cursor import Reading, Unreadable
+from rooftile.engine.chat.tools.cursor import Reading, Unreadable, held_of
 from rooftile.engine.chat.tools.reader import CallReader, object_of
 
 # arguments that are written as a string, in characters
@@ -121,6 +121,24 @@ def read_arguments(reader: CallReader) -> Reading[None]:
             raise Unreadable("the text ends within its arguments")
         yield None
     object_of(whole)
+
+
+def pass_on_text(reader: CallReader, *ends: str) -> Reading[None]:
+    """Reads a text up to one of some marks, of which the last is due, and passes it on as a JSON string, as it comes."""
+    cursor = reader.cursor
+    yield reader.arguments('"')
+    while True:
+        found = [(place, mark) for mark in ends if (place := cursor.text.find(mark)) >= 0]
+        place, mark = min(found) if found else (len(cursor.text) - held_of(cursor.text, ends), "")
+        if place:
+            yield reader.arguments(json.dumps(cursor.take(place), ensure_ascii=False)[1:-1])
+        if found:
+            cursor.take(len(mark))
+            break
+        if cursor.ended:
+            raise Unreadable(f"the text ends before {ends[-1]!r}")
+        yield None
+    yield reader.arguments('"')
 
 
 def _whole_value(reader: CallReader) -> Reading[str]:

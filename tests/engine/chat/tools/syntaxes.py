@@ -121,6 +121,11 @@ _KIMI = (
 )  # fmt: skip
 _MINIMAX = ("<minimax:tool_call>", "</minimax:tool_call>")
 _COHERE = ("<|START_ACTION|>", "<|END_ACTION|>")
+_GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>')
+_GEMMAS = (
+    '<|tool_call>call:weather{city:<|"|>Kiel<|"|>,days:2}<tool_call|>',
+    '<|tool_call>call:add{a:-7,exact:true,unit:<|"|>kg<|"|>,more:[1,2]}<tool_call|>',
+)
 W, A = _object("weather", CITY), _object("add", SUM)
 H = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{json.dumps(CITY)}"
 CASES = (
@@ -203,6 +208,7 @@ CASES = (
         "cohere_command3", _COHERE[0], _COHERE, f"{_COHERE[0]}[{_action('weather', CITY, '')}]{_COHERE[1]}",
         f"{_COHERE[0]}[{_action('weather', CITY)},\n {_action('add', SUM, '')}]{_COHERE[1]}", len(_COHERE[0]),
     ),
+    Case("gemma4", "<|tool_call>call:", _GEMMA, _GEMMAS[0], "".join(_GEMMAS), len("<|tool_call>")),
     Case("harmony", "<|channel|>analysis<|message|>", MARKS, H, None, H.index("functions")),
 )  # fmt: skip
 

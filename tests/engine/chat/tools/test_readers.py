@@ -12,11 +12,11 @@ from rooftile.engine.chat.tools.choose import NAMES
 from rooftile.engine.chat.tools.schema_types import value_of
 from tests.engine.chat.tools.reading import TOOLS, parts_of, said, texts
 
-HERMES, LLAMA, MISTRAL, QWEN, GRANITE, PHI, DEEPSEEK, PYTHONIC, GLM, KIMI, MINIMAX, M1, COHERE = (
+HERMES, LLAMA, MISTRAL, QWEN, GRANITE, PHI, DEEPSEEK, PYTHONIC, GLM, KIMI, MINIMAX, M1, COHERE, GEMMA = (
     NAMES[name].reader
     for name in (
         "hermes", "llama3_json", "mistral", "qwen3_coder", "granite", "phi4_mini_json", "deepseek_v3", "pythonic", "glm45",
-        "kimi_k2", "minimax_m2", "minimax", "cohere_command3",
+        "kimi_k2", "minimax_m2", "minimax", "cohere_command3", "gemma4",
     )
 )  # fmt: skip
 ARGUMENTS = '{"city": "Kiel }\\" \\\\", "days": 2}'
@@ -55,6 +55,10 @@ PIECES = {
         '<parameter name="city">', "Kiel", "</parameter>\n", '<parameter name="days">', "2", '<parameter name="', '">',
         "Good day. ",
     ],
+    "gemma4": [
+        "<|tool_call>", "<tool_call|>", "call:", "weather{", "add{", "}", ",", "city:", '<|"|>', '<|"|>Ki, }<|"|>', "days:2",
+        "units:{a:[null,true]}", ":", "[", "]", "Good day. ",
+    ],
     "minimax": ["<tool_calls>", "</tool_calls>", "\n", OBJECT, '{"name": "add"}', "{", "Good day. "],
     "cohere_command3": [
         "<|START_ACTION|>", "<|END_ACTION|>", "[", "]", ",\n", '{"tool_call_id": "0", ', '"tool_name": "weather", ',
@@ -73,6 +77,7 @@ KIMIS = f"{KIMI_CALL}functions.weather:0{KIMI_ARGUMENTS}{ARGUMENTS}{KIMI_END}"
 INVOKE = '<invoke name="weather">\n<parameter name="city">Kiel }" \\</parameter>\n<parameter name="days">2</parameter>\n</invoke>'
 MINI, MINI_END = PIECES["minimax_m2"][:2]
 ACTION = f'{{"tool_call_id": "0", "tool_name": "weather", "parameters": {ARGUMENTS}}}'
+GEMMAS = '<|tool_call>call:weather{city:<|"|>Kiel }" \\<|"|>,days:2}<tool_call|>'
 PYTHON = "weather( city = 'Kiel }\" \\\\', days=2 )"
 XML = (
     '<tool_call>\n<function=weather>\n<parameter=city>\nKiel }" \\\n</parameter>\n<parameter=days>\n2\n</parameter>\n'
@@ -145,6 +150,8 @@ CASES = [
     (PYTHONIC, f"[{PYTHON}, {PYTHON}]", "", 2),
     (PYTHONIC, f"I look: <|tool_call_start|>[ {PYTHON} ]<|tool_call_end|>Done", "I look:Done", 1),
     (PYTHONIC, f"<|python_start|>[{PYTHON},{PYTHON}]<|python_end|>", "", 2),
+    (GEMMA, f"Look.{GEMMAS}{GEMMAS}", "Look.", 2),
+    (GEMMA, GEMMAS.replace(",days:", ", days: ").replace("city", '<|"|>city<|"|>').replace("<tool_call|>", " Done"), " Done", 1),
     (KIMI, f"So. {SECTION}{KIMIS}\n{KIMIS}{SECTION_END}", "So.", 2),
     (KIMI, f"{KIMIS}{SECTION_END} Done", " Done", 1),
     (KIMI, SECTION + KIMIS.replace("functions.", "").replace(":0", ":0 "), "", 1),
@@ -194,6 +201,9 @@ def test_calls(reader, text, content, count) -> None:
         (PYTHONIC, "[weather", None),
         (PYTHONIC, "<|tool_call_start|>weather", "weather"),
         (PHI, "functools[1] of functools", None),
+        (GEMMA, "<|tool_call>weather{}", "weather{}"),
+        (GEMMA, "a <|tool_cal", None),
+        (GEMMA, "<|tool_call>call:no name{}", "call:no name{}"),
         (KIMI, f"{SECTION}none", "none"),
         (KIMI, f"a {SECTION[:-1]}", None),
         (KIMI, f"{KIMI_CALL}no name{KIMI_ARGUMENTS}{{}}", f"no name{KIMI_ARGUMENTS}" + "{}"),
@@ -238,6 +248,13 @@ def test_what_is_no_call_is_content(reader, text, content) -> None:
         (DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}function{SEP}add\n```json\n{{", "{"),
         (DEEPSEEK, f"{CALLS_BEGIN}{CALL_BEGIN}add{SEP}{{}}and{CALLS_END}", "{}"),
         (MISTRAL, '[TOOL_CALLS][{"name": "add", "arguments": {}', "{}"),
+        (GEMMA, '<|tool_call>call:add{a:<|"|>x\n<|"', '{"a": "x\\n'),
+        (GEMMA, '<|tool_call>call:add{a:[<|"|>x', '{"a": '),
+        (GEMMA, "<|tool_call>call:add{a:1,b", '{"a": 1'),
+        (GEMMA, "<|tool_call>call:add{a:1,a:2}<tool_call|>", '{"a": 1'),
+        (GEMMA, "<|tool_call>call:add{a:b}<tool_call|>", '{"a": '),
+        (GEMMA, "<|tool_call>call:add{a:1e999}<tool_call|>", '{"a": '),
+        (GEMMA, "<|tool_call>call:add{a:" + "[" * 100_000, '{"a": '),
         (KIMI, f'{SECTION}{KIMI_CALL}functions.add:0{KIMI_ARGUMENTS}{{"a": 1', '{"a": 1'),
         (KIMI, f"{SECTION}{KIMI_CALL}add:0{KIMI_ARGUMENTS}{{}}and{SECTION_END}", "{}"),
         (MINIMAX, f'{MINI}<invoke name="add"><parameter name="a">x\n</param', '{"a": "x\\n'),

@@ -40,8 +40,9 @@ DUE = {
     "GLM-4.7-Flash": "glm45", "inclusionai-ling-3.0-flash": "glm45", "poolside-Laguna-XS.2": "glm45", "Spark2.5": "glm45",
     "Kimi-K2-Instruct": "kimi_k2", "Kimi-K2-Thinking": "kimi_k2", "moonshotai-Kimi-K2": "kimi_k2", "MiniMax-M2": "minimax_m2",
     "MiniMax-M1": "minimax", "CohereForAI-c4ai-command-r7b-12-2024-tool_use": "cohere_command3", "Cohere2MoE": "cohere_command3",
+    "google-gemma-4-31B-it": "gemma4", "google-gemma-4-31B-it-interleaved": "gemma4",
     # these write calls in ways of their own
-    "Kimi-K3": None, "MiniMax-M3": None, "google-gemma-4-31B-it": None, "CohereForAI-c4ai-command-r-plus-tool_use": None,
+    "Kimi-K3": None, "MiniMax-M3": None, "CohereForAI-c4ai-command-r-plus-tool_use": None,
     "deepseek-ai-DeepSeek-V3.2": None, "tencent-Hy3": None, "muse-glimmer": None,
     "unsloth-Apriel-1.5": None,
     "google-gemma-2-2b-it": None,

@@ -4,4 +4,5 @@ hermes         an object in a pair of tags; listed, mistral and cohere have list
 sectioned      calls between tokens: deepseek, kimi
 tagged         arguments in tags: qwen_xml, glm, minimax
 pythonic       calls of Python; python_values reads its literals, python_rules writes their grammar
+gemma          values between tokens of their own; literal_rules has what the two grammars have in common
 """

@@ -13,7 +13,7 @@ from rooftile.engine.chat.tools.cursor import Reading, Unreadable
 from rooftile.engine.chat.tools.grammar import CallForm, CallRules, written
 from rooftile.engine.chat.tools.reader import CallReader
 from rooftile.engine.chat.tools.schema_types import resolved
-from rooftile.engine.chat.tools.syntaxes.python_rules import BOUNDS, PythonRules
+from rooftile.engine.chat.tools.syntaxes.python_rules import PythonRules
 from rooftile.engine.chat.tools.syntaxes.python_values import read_python_value
 from rooftile.engine.chat.tools.tool import NAME, Tool
 
@@ -95,7 +95,7 @@ class PythonicForm(CallForm):
         values = PythonRules(rules, root)
         parameters: list[tuple[str, bool]] = []
         if isinstance(properties, Mapping) and properties:
-            rules.check_strict(tool, schema, BOUNDS)
+            rules.check_strict(tool, schema, PythonRules.BOUNDS)
             for key, each in properties.items():
                 one = rules.rule(f'{written(key)} W? "=" W? {values.value(each)}')
                 parameters.append((one, isinstance(required, list) and key in required))

@@ -7,9 +7,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rooftile.engine.chat.tools.cursor import Reading, Unreadable, held_of
+from rooftile.engine.chat.tools.cursor import Reading, Unreadable
 from rooftile.engine.chat.tools.grammar import CallForm, CallRules, written
-from rooftile.engine.chat.tools.json_calls import LONGEST_VALUE
+from rooftile.engine.chat.tools.json_calls import LONGEST_VALUE, pass_on_text
 from rooftile.engine.chat.tools.reader import CallReader
 from rooftile.engine.chat.tools.schema_types import constants_of, counted, resolved, takes_text, types_of, value_of
 from rooftile.engine.chat.tools.tool import Tool
@@ -49,7 +49,8 @@ class TaggedReader(CallReader):
         if self.OWN_LINES:
             yield from self.cursor.skip("\n")
         if types_of(schema, self._root) == {"string"}:
-            yield from self._string()
+            ends = ("\n" + self.VALUE_END,) if self.OWN_LINES else ()
+            yield from pass_on_text(self, *ends, self.VALUE_END)
         else:
             text, _ = yield from self.cursor.until(self.VALUE_END, most=LONGEST_VALUE)
             yield self.arguments(value_of(text.removesuffix("\n") if self.OWN_LINES else text, schema, self._root))
@@ -58,23 +59,6 @@ class TaggedReader(CallReader):
         """Ends the call."""
         yield self.arguments("}" if self._seen else "{}")
         yield self.end()
-
-    def _string(self) -> Reading[None]:
-        """Reads a string up to the end of its parameter, and passes it on."""
-        cursor, ends = self.cursor, (*(("\n" + self.VALUE_END,) if self.OWN_LINES else ()), self.VALUE_END)
-        yield self.arguments('"')
-        while True:
-            found = [(place, mark) for mark in ends if (place := cursor.text.find(mark)) >= 0]
-            place, mark = min(found) if found else (len(cursor.text) - held_of(cursor.text, ends), "")
-            if place:
-                yield self.arguments(json.dumps(cursor.take(place), ensure_ascii=False)[1:-1])
-            if found:
-                cursor.take(len(mark))
-                break
-            if cursor.ended:
-                raise Unreadable(f"the text ends before {self.VALUE_END!r}")
-            yield None
-        yield self.arguments('"')
 
 
 class TaggedForm(CallForm):
