@@ -28,6 +28,7 @@ from rooftile.weights.files.settings import read_json
 # limits beyond what any model has: a downloaded file may ask for more memory than there is
 MOST_POSITIONS = 1 << 24
 MOST_DIMS = 1 << 16
+MOST_MTP_LAYERS = 64
 
 
 @answers_words
@@ -220,6 +221,8 @@ class ModelConfig:
     def _check_layers(self) -> None:
         if self.layers < 1:
             raise InvalidInput(f"layers is {self.layers}; must be at least 1")
+        if not 0 <= self.mtp_layers <= MOST_MTP_LAYERS:
+            raise InvalidInput(f"mtp_layers is {self.mtp_layers:,}; must be from 0 to {MOST_MTP_LAYERS}")
         if len(self.windows) != self.layers:
             raise InvalidInput(f"windows are {len(self.windows)}; must be one for each of {self.layers} layers")
         for window in self.windows:

@@ -123,6 +123,12 @@ def test_tiles_in_fp8_are_read(tmp_path: Path) -> None:
         ("deepseek_v3", {"scoring_func": "softmax"}, "has scoring_func 'softmax'; supported is 'sigmoid'"),
         ("deepseek_v3", {"topk_method": "greedy"}, "has topk_method 'greedy'; supported is 'noaux_tc'"),
         ("deepseek_v3", {"moe_layer_freq": 2}, "has moe_layer_freq 2; supported is 1: experts in all further layers"),
+        ("deepseek_v3", {"num_nextn_predict_layers": 10**9}, "mtp_layers is 1,000,000,000; must be from 0 to 64"),
+        (
+            "glm4_moe_lite",
+            {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+            "has mlp_layer_types .* supported are 'dense' layers, then",
+        ),
         ("deepseek_v3", {"n_group": 5}, "groups is 5 and there are 12 experts; must divide that"),
         ("deepseek_v3", {"hidden_act": "gelu"}, "has hidden_act 'gelu'; supported is 'silu' where a layer has experts"),
         ("deepseek_v2", {"num_experts_per_tok": None}, "has no num_experts_per_tok; it must be there, a number"),
