@@ -15,6 +15,7 @@ import torch
 
 from rooftile.engine.start.warm_up import import_kernels, jobs, jobs_of_products, kind_of_products
 from rooftile.models import Decoder, ModelConfig
+from rooftile.models.drafts.head import DraftHead
 from rooftile.models.layers import Layer
 
 # the first phase of a compilation holds the GIL, so more threads delay the largest kernel, on which the total depends
@@ -76,7 +77,7 @@ class Compilation:
             else:
                 self._waiting += work
 
-    def add_all(self, decoder: Decoder) -> None:
+    def add_all(self, decoder: Decoder | DraftHead) -> None:
         """Compiles the products of all layers."""
         for layer in decoder.layers:
             self.add(layer)

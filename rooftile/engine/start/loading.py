@@ -56,10 +56,15 @@ def load_draft(blueprint: Blueprint, decoder: Decoder) -> Decoder | DraftHead:
         return load_decoder(blueprint)
     compilation = start_compiling(blueprint)
     try:
-        return blueprint.head.read(decoder)
-    finally:
+        head = blueprint.head.read(decoder)
+    except BaseException:
         if compilation is not None:
-            compilation.finish()
+            compilation.stop()
+        raise
+    if compilation is not None:
+        compilation.add_all(head)
+        compilation.finish()
+    return head
 
 
 @torch.inference_mode()
