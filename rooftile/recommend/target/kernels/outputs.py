@@ -34,7 +34,7 @@ def _walk(
         present = j < keys
         rows = j.to(tl.int64)[:, None]
         k = load_rows(k_ptr + rows * k_stride + d[None, :], present, d, SPEC.D, MASKED)
-        v = load_rows(v_ptr + rows * v_stride + dv[None, :], present, dv, SPEC.DV, MASKED)
+        v = k if SPEC.SAME else load_rows(v_ptr + rows * v_stride + dv[None, :], present, dv, SPEC.DV, MASKED)
         x = tl.dot(q, tl.trans(k), input_precision=SPEC.PRECISION) * scale
         if SPEC.BIAS:
             bias = tl.load(bias_ptr + j.to(tl.int64) * bias_stride, mask=present, other=0.0) if MASKED else tl.load(bias_ptr + j.to(tl.int64) * bias_stride)
