@@ -44,7 +44,7 @@ class Problem(NamedTuple):
     keys: Tensor  # (B N, H, D)
     values: Tensor
     cu: Tensor
-    hashes: tuple[Tensor, Tensor]  # of candidates and of events
+    hashes: tuple[Tensor, Tensor]  # the candidates' and the events' words
     k: int
 
     @property
