@@ -68,7 +68,7 @@ def check_outputs_and_gradients(weights: str, search: str, bias: int, dtype: tor
 @pytest.mark.parametrize("search", SEARCHES[1:])
 def test_a_search_is_a_sort(search: str) -> None:
     """Also where many scores are equal: then the latest come first."""
-    few = {"lengths": (5, 0, 70), "M": 2} if BACKEND == "triton" else {}
+    few = {"lengths": (5, 0, 330), "M": 2} if BACKEND == "triton" else {}
     given = case(search=search, bias=1, D=5, **few)
     given = given.to(torch.float32) if BACKEND == "triton" else given
     due = by_sorting(given)
