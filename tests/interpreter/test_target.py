@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rooftile.recommend.target.kernels import outputs
 from tests.recommend import test_target as plain
 from tests.recommend.test_target import (  # noqa: F401 - collected here
     check_outputs_and_gradients,
@@ -39,3 +40,12 @@ def test_one_candidate_at_a_time_is_many_at_once(weights: str, search: str) -> N
 @pytest.mark.parametrize(("weights", "search"), [("sigmoid", "whole"), ("softmax", "exact"), ("silu", "category")])
 def test_a_bad_candidate_and_a_bad_user_stay_alone(weights: str, search: str) -> None:
     plain.test_a_bad_candidate_and_a_bad_user_stay_alone(weights, search)
+
+
+@pytest.mark.parametrize(("weights", "bias"), [("softmax", 1), ("sigmoid", 0)])
+def test_a_history_in_parts(weights: str, bias: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts with fewer tiles than others, and users with none."""
+    monkeypatch.setattr(outputs, "processors", lambda device: 100)
+    monkeypatch.setattr(outputs, "LEAST_TILES", 1)
+    assert outputs.parts_of(40, 5, torch.device("cpu")) == 5
+    check_outputs_and_gradients(weights, "whole", bias, torch.float32, lengths=(5, 0, 300), M=3)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import rooftile as rt
 from rooftile.recommend import simhash, simhash_planes, target_attention, target_attention_with_events
+from rooftile_lab.bench.suites import target_attention as bench
 from tests.recommend.target_cases import D64, SEARCHES, WEIGHTS, Case, by_pairs, by_sorting, case
 
 # the interpreter runs the same tests
@@ -67,7 +68,7 @@ def check_outputs_and_gradients(weights: str, search: str, bias: int, dtype: tor
 @pytest.mark.parametrize("search", SEARCHES[1:])
 def test_a_search_is_a_sort(search: str) -> None:
     """Also where many scores are equal: then the latest come first."""
-    few = {"lengths": (5, 0, 70), "M": 2} if BACKEND == "triton" else {}
+    few = {"lengths": (5, 0, 330), "M": 2} if BACKEND == "triton" else {}
     given = case(search=search, bias=1, D=5, **few)
     given = given.to(torch.float32) if BACKEND == "triton" else given
     due = by_sorting(given)
@@ -195,6 +196,7 @@ def test_values_are_keys_and_nothing_to_compute() -> None:
         one = target_attention(q, keys, cu, backend=BACKEND, **words)
         two = target_attention(q, keys, cu, values=keys, backend=BACKEND, **words)
         assert torch.equal(one, two)
+        torch.testing.assert_close(target_attention(q, keys, cu, values=keys.clone(), backend=BACKEND, **words), one)
         for many, few, offsets in ((q[:, :0], keys, cu), (q, keys[:0], torch.tensor([0, 0, 0])), (q[:0], keys[:0], cu[:1])):
             more = {"short": "all", **words} if "top_k" in words else words
             o = target_attention(many, few, offsets, **more)
@@ -215,6 +217,15 @@ def test_hashes() -> None:
     assert torch.equal(bits.flatten(-2)[..., :70].bool(), x.double() @ planes.double() > 0)
     assert not bool(bits.flatten(-2)[..., 70:].any())
     assert torch.equal(simhash(x.bfloat16(), planes), simhash(x.bfloat16().float(), planes))
+
+
+@pytest.mark.skipif(BACKEND == "triton", reason="plain operations")
+def test_the_benchmark_compares_right_programs() -> None:
+    problem = bench.problem_of("small", torch.device("cpu"), torch.float32)
+    for who, call in bench.CALLS.items():
+        assert who == "lsh" or bench.refusal(call, problem) == ""
+    assert bench.refusal(lambda given: bench.softmax(given) * 1.01, problem).startswith("o is")
+    torch.testing.assert_close(bench.exact(problem), bench.gather(problem))
 
 
 LSH = {"top_k": 2, "search": "lsh"}

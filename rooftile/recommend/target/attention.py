@@ -74,8 +74,8 @@ def target_attention(
         search_keys: (total, heads, dim): features of events for the search in place of keys; the bias is not added to their
             scores. For "lsh" also hashes of `simhash`, int32 words.
         search_q: (B, M, 1|H, dim), or (total_q, 1|H, dim): features of candidates for the search.
-        short: under "refuse", the default, a user with fewer than top_k events is an error; "all" reads all its events. On a GPU
-            the offsets are not read, and all are.
+        short: under "refuse", the default, a user with fewer than top_k events is an error; "all" reads all its events. Offsets
+            on a GPU are not read, and all are.
         top_k: how many events a candidate reads; None for the whole history. Gradients flow to the events that are chosen, and
             none through the choice.
         values: (total, Hk, Dv); keys if None.
@@ -166,7 +166,7 @@ def _attend(
     if top_k is None:
         check_no_search(**search)
     else:
-        found = check_search(batch, problem, None if users is None else users[1], top_k, **search)
+        found = check_search(batch, problem, None if users is None else users[1], (cu, rest[2]), top_k, **search)
         if way == "triton" and (lack := searches.refusal(found)) is not None:
             raise Unsupported(f"backend 'triton' cannot run the search of target attention: {lack}")
         plain = way == "eager" or transforms_active()

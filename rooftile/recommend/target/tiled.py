@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from rooftile.recommend.target.problem import Batch, Gradients, Problem
-from rooftile.recommend.target.tiles import Tile, take, tiles
+from rooftile.recommend.target.tiles import Tile, add, put, take, tiles
 from rooftile.recommend.target.weights import again, pointwise, slope, softmax
 
 
@@ -22,11 +23,11 @@ def forward(batch: Batch, problem: Problem) -> tuple[Tensor, Tensor]:
         x, seen = scores(batch, tile, problem.scale)
         if has_lse:
             w, found = softmax(x, seen)
-            _put(lse, tile, found)
+            put(lse, tile.rows, found)
         else:
             w = pointwise(x, seen, problem.weights)
-        y = _products(w, take(values, tile.keys, tile.keys_there, batch.wide))
-        _put(o, tile, y * _factor(tile, problem, x.dtype))
+        y = _products(w, take(values, tile.keys, batch.wide))
+        put(o, tile.rows, y * _factor(tile, problem, x.dtype))
     return o, lse
 
 
@@ -37,45 +38,45 @@ def backward(do: Tensor, o: Tensor, lse: Tensor, batch: Batch, problem: Problem)
     db = None if bias is None else torch.zeros(bias.shape, dtype=wide, device=bias.device)
     for tile in _tiles(batch, problem):
         x, seen = scores(batch, tile, problem.scale)
-        q, do_tile, o_tile = (take(y, tile.rows, tile.rows_there, wide) for y in (batch.q, do, o))
-        keys, values = (take(y, tile.keys, tile.keys_there, wide) for y in (batch.keys, batch.values))
+        q, do_tile, o_tile = (take(y, tile.rows, wide) for y in (batch.q, do, o))
+        keys, values = (take(y, tile.keys, wide) for y in (batch.keys, batch.values))
         delta = (do_tile * o_tile).sum(-1, keepdim=True)
         do_tile = do_tile * _factor(tile, problem, x.dtype)
         dw = _products(do_tile, values.mT)
         if problem.weights == "softmax":
-            w = again(x, seen, take(lse[..., None], tile.rows, tile.rows_there, wide)[..., 0])
+            w = again(x, seen, take(lse[..., None], tile.rows, wide)[..., 0])
             ds = w * (dw - delta)
         else:
             w = pointwise(x, seen, problem.weights)
             ds = dw * slope(x, seen, problem.weights)
         ds = torch.where(seen, ds, 0.0)
-        _put(dq, tile, problem.scale * _products(ds, keys))
-        _add(dk, tile, problem.scale * _transposed(ds, q, keys.shape[1]))
-        _add(dv, tile, _transposed(w, do_tile, values.shape[1]))
+        put(dq, tile.rows, problem.scale * _products(ds, keys))
+        add(dk, tile.keys, problem.scale * _transposed(ds, q, keys.shape[1]))
+        add(dv, tile.keys, _transposed(w, do_tile, values.shape[1]))
         if db is not None:
             found = ds.sum(2)[..., None]  # (G, H, S, 1)
-            _add(db[..., None], tile, found if db.shape[1] > 1 else found.sum(1, keepdim=True))
+            add(db[..., None], tile.keys, found if db.shape[1] > 1 else found.sum(1, keepdim=True))
     return Gradients(dq.to(batch.q.dtype), dk.to(batch.keys.dtype), dv.to(batch.values.dtype), db)
 
 
 def scores(batch: Batch, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
     """The scores of a tile, (G, H, R, S), and which of its events are no padding, (G, 1, 1, S)."""
-    q = take(batch.q, tile.rows, tile.rows_there, batch.wide)
-    keys = take(batch.keys, tile.keys, tile.keys_there, batch.wide)
+    q = take(batch.q, tile.rows, batch.wide)
+    keys = take(batch.keys, tile.keys, batch.wide)
     x = scale * _products(q, keys.mT)
     if batch.bias is not None:
-        x = x + take(batch.bias[..., None], tile.keys, tile.keys_there, batch.wide).mT
-    return x, tile.keys_there[:, None, None]
+        x = x + take(batch.bias[..., None], tile.keys, batch.wide).mT
+    return x, tile.keys.there[:, None, None]
 
 
-def _tiles(batch: Batch, problem: Problem) -> list[Tile]:
+def _tiles(batch: Batch, problem: Problem) -> Iterator[Tile]:
     dim = batch.keys.shape[1] * (batch.keys.shape[2] + batch.values.shape[2])
-    return list(tiles(batch.cu_q, batch.cu, batch.q.shape[1], dim, problem.deterministic))
+    return tiles(batch.cu_q, batch.cu, batch.q.shape[1], dim, problem.deterministic)
 
 
 def _factor(tile: Tile, problem: Problem, wide: torch.dtype) -> Tensor | float:
     """Returns the factor of a sum: 1, or 1 / n (G, 1, 1, 1)."""
-    return tile.keys_there.sum(-1).to(wide).reciprocal()[:, None, None, None] if problem.mean else 1.0
+    return tile.keys.there.sum(-1).to(wide).reciprocal()[:, None, None, None] if problem.mean else 1.0
 
 
 def _products(a: Tensor, b: Tensor) -> Tensor:
@@ -88,13 +89,3 @@ def _transposed(a: Tensor, b: Tensor, heads: int) -> Tensor:
     """Products of a^T and b, (G, H, R, S) and (G, H, R, D), summed over the heads that share one: (G, heads, S, D)."""
     G = a.shape[0]
     return a.reshape(G, heads, -1, a.shape[-1]).mT @ b.reshape(G, heads, -1, b.shape[-1])
-
-
-def _put(whole: Tensor, tile: Tile, found: Tensor) -> None:
-    """Writes a tile's candidates (G, H, R, ...)."""
-    whole[tile.rows[tile.rows_there]] = found.transpose(1, 2)[tile.rows_there].to(whole.dtype)
-
-
-def _add(whole: Tensor, tile: Tile, found: Tensor) -> None:
-    """Adds a tile's events (G, H, S, D) to all events; none is twice in a tile."""
-    whole[tile.keys[tile.keys_there]] += found.transpose(1, 2)[tile.keys_there]

@@ -16,13 +16,19 @@ MOST_COPIED = 1 << 20
 FIXED_ROWS = 16
 
 
-class Tile(NamedTuple):
-    """Some candidates of one user, or all of several, and the users' events. What is padding reads row 0 and is not there."""
+class Part(NamedTuple):
+    """Rows of the candidates or of the events of some users, (G, R). What is padding reads row 0 and is not there."""
 
-    rows: Tensor  # (G, R)
-    rows_there: Tensor  # (G, R)
-    keys: Tensor  # (G, S)
-    keys_there: Tensor  # (G, S)
+    at: Tensor
+    there: Tensor
+    whole: slice | None  # the same rows, if they are one user's without padding
+
+
+class Tile(NamedTuple):
+    """Some candidates of one user, or all of several, and the users' events."""
+
+    rows: Part
+    keys: Part
 
 
 def tiles(cu_q: Tensor, cu: Tensor, heads: int, dim: int, deterministic: bool) -> Iterator[Tile]:
@@ -61,22 +67,36 @@ def tiles(cu_q: Tensor, cu: Tensor, heads: int, dim: int, deterministic: bool) -
 
 
 def _tile(device: torch.device, candidates: list[tuple[int, int]], events: list[tuple[int, int]], rows: int) -> Tile:
-    keys = max(stop - start for start, stop in events)
-    return Tile(*_padded(device, candidates, rows), *_padded(device, events, keys))
+    return Tile(_part(device, candidates, rows), _part(device, events, max(stop - start for start, stop in events)))
 
 
-def _padded(device: torch.device, ranges: list[tuple[int, int]], size: int) -> tuple[Tensor, Tensor]:
-    """The numbers of ranges as rows of one size, and which are no padding."""
+def _part(device: torch.device, ranges: list[tuple[int, int]], size: int) -> Part:
+    """Ranges as rows of one size."""
     start, stop = torch.tensor(ranges, device=device).unbind(1)
     at = start[:, None] + torch.arange(size, device=device)
     there = at < stop[:, None]
-    return torch.where(there, at, 0), there
+    full = len(ranges) == 1 and ranges[0][1] - ranges[0][0] == size
+    return Part(torch.where(there, at, 0), there, slice(*ranges[0]) if full else None)
 
 
-def take(x: Tensor, at: Tensor, there: Tensor, wide: torch.dtype) -> Tensor:
+def take(x: Tensor, part: Part, wide: torch.dtype) -> Tensor:
     """Rows of x (total, H, D) as (G, H, R, D), zeros for padding."""
-    if at.shape[0] == 1 and bool(there.all()):
-        found = x[None, int(at[0, 0]) : int(at[0, 0]) + at.shape[1]].to(wide)
+    if part.whole is not None:
+        return x[None, part.whole].to(wide).transpose(1, 2)
+    return x[part.at].to(wide).masked_fill(~part.there[:, :, None, None], 0).transpose(1, 2)
+
+
+def put(x: Tensor, part: Part, found: Tensor) -> None:
+    """Writes rows (G, H, R, ...) of x (total, H, ...)."""
+    if part.whole is not None:
+        x[part.whole] = found[0].transpose(0, 1).to(x.dtype)
     else:
-        found = x[at].to(wide).masked_fill(~there[:, :, None, None], 0)
-    return found.transpose(1, 2)
+        x[part.at[part.there]] = found.transpose(1, 2)[part.there].to(x.dtype)
+
+
+def add(x: Tensor, part: Part, found: Tensor) -> None:
+    """Adds rows (G, H, R, D) to those of x (total, H, D); none is twice in a part."""
+    if part.whole is not None:
+        x[part.whole] += found[0].transpose(0, 1)
+    else:
+        x[part.at[part.there]] += found.transpose(1, 2)[part.there]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rooftile.recommend.target.kernels import chosen, chosen_events
+from rooftile.recommend.target.kernels import chosen, chosen_events, outputs
 from rooftile.recommend.target.kernels.gradients_of_candidates import gradients_of_candidates
 from rooftile.recommend.target.kernels.gradients_of_events import gradients_of_events
-from rooftile.recommend.target.kernels.outputs import outputs
 from rooftile.recommend.target.kernels.shape import delta_of
 from rooftile.recommend.target.problem import Batch, Gradients, Problem
 
@@ -15,7 +14,7 @@ from rooftile.recommend.target.problem import Batch, Gradients, Problem
 def forward(batch: Batch, problem: Problem) -> tuple[Tensor, Tensor]:
     """Returns o (total_q, H, Dv) in the dtype of q, and lse (total_q, H), which is empty without softmax."""
     batch = _in_rows(batch)
-    return outputs(batch, problem) if batch.events is None else chosen.outputs(batch, problem)
+    return outputs.outputs(batch, problem) if batch.events is None else chosen.outputs(batch, problem)
 
 
 def backward(do: Tensor, o: Tensor, lse: Tensor, batch: Batch, problem: Problem) -> Gradients:

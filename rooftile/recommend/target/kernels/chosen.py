@@ -59,7 +59,7 @@ def _chosen_outputs(
     for n in tl.range(0, tl.cdiv(numbers.k, SPEC.KEYS), num_stages=SPEC.STAGES):
         _, at, there = _events(events_ptr, first, i, h, n, H, numbers, SPEC)
         k = load_rows(k_ptr + at[:, None] * k_strides[0] + d[None, :], there, d, SPEC.D, True).to(tl.float32)
-        v = load_rows(v_ptr + at[:, None] * v_strides[0] + dv[None, :], there, dv, SPEC.DV, True).to(tl.float32)
+        v = k if SPEC.SAME else load_rows(v_ptr + at[:, None] * v_strides[0] + dv[None, :], there, dv, SPEC.DV, True).to(tl.float32)
         x = _scores(q, k, bias_ptr, at, there, bias_strides[0], numbers, SPEC)
         found += tl.sum(there.to(tl.int32), 0)
         if SPEC.SOFTMAX:
@@ -116,7 +116,7 @@ def _chosen_gradients(
     for n in tl.range(0, tl.cdiv(numbers.k, SPEC.KEYS), num_stages=SPEC.STAGES):
         s, at, there = _events(events_ptr, first, i, h, n, H, numbers, SPEC)
         k = load_rows(k_ptr + at[:, None] * k_strides[0] + d[None, :], there, d, SPEC.D, True).to(tl.float32)
-        v = load_rows(v_ptr + at[:, None] * v_strides[0] + dv[None, :], there, dv, SPEC.DV, True).to(tl.float32)
+        v = k if SPEC.SAME else load_rows(v_ptr + at[:, None] * v_strides[0] + dv[None, :], there, dv, SPEC.DV, True).to(tl.float32)
         x = _scores(q, k, bias_ptr, at, there, bias_strides[0], numbers, SPEC)
         dw = tl.sum(do[None, :] * v, 1) * factor
         if SPEC.SOFTMAX:

@@ -52,7 +52,7 @@ def _gradients_of_candidates(
         present = j < user.keys
         at = j.to(tl.int64)
         k = load_rows(k_ptr + at[:, None] * k_strides[0] + d[None, :], present, d, SPEC.D, True)
-        v = load_rows(v_ptr + at[:, None] * v_strides[0] + d_v[None, :], present, d_v, SPEC.DV, True)
+        v = k if SPEC.SAME else load_rows(v_ptr + at[:, None] * v_strides[0] + d_v[None, :], present, d_v, SPEC.DV, True)
         x = tl.dot(q, tl.trans(k), input_precision=SPEC.PRECISION) * numbers.scale
         if SPEC.BIAS:
             x += tl.load(bias_ptr + at * bias_strides[0], mask=present, other=0.0).to(tl.float32)[None, :]

@@ -3,11 +3,15 @@
     S = scale Q K_j^T + bias_j;    O += w(S) V_j
 
 With softmax, w(S) = exp(S - m), and sums are rescaled when the largest score m of a candidate grows. The tile and the order of the
-events are the same for every number of candidates, so a candidate's bits depend on nothing but itself and its user.
+events are the same for every number of candidates, so under `deterministic` a candidate's bits depend on nothing but itself and its
+user. Else a history is cut into parts where programs are fewer than processors, and the parts' sums are added up.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,7 +38,7 @@ def _walk(
         present = j < keys
         rows = j.to(tl.int64)[:, None]
         k = load_rows(k_ptr + rows * k_stride + d[None, :], present, d, SPEC.D, MASKED)
-        v = load_rows(v_ptr + rows * v_stride + dv[None, :], present, dv, SPEC.DV, MASKED)
+        v = k if SPEC.SAME else load_rows(v_ptr + rows * v_stride + dv[None, :], present, dv, SPEC.DV, MASKED)
         x = tl.dot(q, tl.trans(k), input_precision=SPEC.PRECISION) * scale
         if SPEC.BIAS:
             bias = tl.load(bias_ptr + j.to(tl.int64) * bias_stride, mask=present, other=0.0) if MASKED else tl.load(bias_ptr + j.to(tl.int64) * bias_stride)
@@ -57,10 +61,10 @@ def _walk(
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["B", "H"])
+@triton.jit(do_not_specialize=["B", "H", "total"])
 def _outputs(
-    q_ptr, k_ptr, v_ptr, bias_ptr, cu_q_ptr, cu_ptr, o_ptr, lse_ptr, q_strides, k_strides, v_strides, bias_strides, B, H, numbers,
-    SPEC: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, cu_q_ptr, cu_ptr, o_ptr, lse_ptr, q_strides, k_strides, v_strides, bias_strides, B, H, total,
+    numbers, SPEC: tl.constexpr,
 ):
     # fmt: on
     ROWS: tl.constexpr = SPEC.ROWS
@@ -83,11 +87,17 @@ def _outputs(
     acc = tl.zeros((ROWS, BLOCK_DV), tl.float32)
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     l = tl.zeros((ROWS,), tl.float32)
-    clear = user.keys // SPEC.KEYS
+    # the tiles of this part of the history: whole ones, and one with the user's last events
+    tiles = tl.cdiv(user.keys, SPEC.KEYS)
+    each = tl.cdiv(tiles, tl.num_programs(1))
+    first = tl.program_id(1) * each
+    stop = tl.minimum(first + each, tiles)
+    clear = tl.maximum(tl.minimum(stop, user.keys // SPEC.KEYS) - first, 0)
     # fmt: off
-    acc, m, l = _walk(acc, m, l, q, k_ptr, v_ptr, bias_ptr, k_strides[0], v_strides[0], bias_strides[0], 0, clear, user.keys, numbers.scale, SPEC, False)
-    acc, m, l = _walk(acc, m, l, q, k_ptr, v_ptr, bias_ptr, k_strides[0], v_strides[0], bias_strides[0], clear, tl.cdiv(user.keys, SPEC.KEYS) - clear, user.keys, numbers.scale, SPEC, True)
+    acc, m, l = _walk(acc, m, l, q, k_ptr, v_ptr, bias_ptr, k_strides[0], v_strides[0], bias_strides[0], first, clear, user.keys, numbers.scale, SPEC, False)
+    acc, m, l = _walk(acc, m, l, q, k_ptr, v_ptr, bias_ptr, k_strides[0], v_strides[0], bias_strides[0], first + clear, stop - first - clear, user.keys, numbers.scale, SPEC, True)
     # fmt: on
+    rows += tl.program_id(1).to(tl.int64) * total
     if SPEC.SOFTMAX:
         acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
         lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(l) / LOG2E)
@@ -100,15 +110,39 @@ def _outputs(
 
 _start = Kernel(_outputs)
 
+# the least tiles of events in a part of a history, below which a program hardly has work
+LEAST_TILES = 8
+
 
 def outputs(batch: Batch, problem: Problem) -> tuple[Tensor, Tensor]:
     """Returns o (total_q, H, Dv), and lse (total_q, H) fp32, which is empty without softmax."""
     q, keys, values = batch[:3]
-    o = q.new_empty(*q.shape[:2], values.shape[2])
-    lse = q.new_empty(batch.lse_shape if problem.weights == "softmax" else (0, 0), dtype=batch.wide)
     call = launch_of("outputs", batch, problem)
+    grid = slots(batch.cu_q, q.shape[0], call.tile.rows) * call.H
+    parts = 1 if problem.deterministic else parts_of(grid, keys.shape[0] // max(call.B, 1) // call.tile.keys, q.device)
+    o = q.new_empty(parts, *q.shape[:2], values.shape[2], dtype=q.dtype if parts == 1 else batch.wide)
+    lse = q.new_empty((parts, *batch.lse_shape) if problem.weights == "softmax" else (1, 0, 0), dtype=batch.wide)
     if o.numel():
-        grid = slots(batch.cu_q, q.shape[0], call.tile.rows) * call.H
-        arguments = (q, keys, values, call.bias, batch.cu_q, batch.cu, o, lse, *call.strides, call.B, call.H, call.numbers)
-        _start((grid, 1, 1), arguments, call.constants)
-    return o, lse
+        arguments = (q, keys, values, call.bias, batch.cu_q, batch.cu, o, lse, *call.strides)
+        _start((grid, parts, 1), (*arguments, call.B, call.H, q.shape[0], call.numbers), call.constants)
+    return (o[0], lse[0]) if parts == 1 else _merged(o, lse, q.dtype)
+
+
+def parts_of(programs: int, tiles: int, device: torch.device) -> int:
+    """The parts into which histories of some tiles are cut, so that few programs become enough for all processors."""
+    return max(min(2 * processors(device) // max(programs, 1), tiles // LEAST_TILES), 1)
+
+
+@cache
+def processors(device: torch.device) -> int:
+    """The number of processors of a GPU, each of which runs programs."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 0
+
+
+def _merged(o: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Joins parts of a history: o (parts, total_q, H, Dv), and lse (parts, total_q, H) with softmax."""
+    if not lse.numel():
+        return o.sum(0).to(dtype), lse[0]
+    whole = lse.logsumexp(0)
+    shares = torch.exp(lse - torch.where(whole.isneginf(), 0.0, whole))
+    return (shares[..., None] * o).sum(0).to(dtype), whole

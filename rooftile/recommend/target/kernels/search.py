@@ -1,9 +1,11 @@
 """A search in Triton: a program owns a tile of candidates, walks the user's events, and keeps the k best of each.
 
 A pair is one integer of 64 bits: the score as an integer of the same order above, the event's place below. All differ, so the
-largest are the best scores and of equal ones the latest. A tile of pairs is sorted and meets the k best, which are sorted the
-other way: the larger of each two are the k best of both, and a merge sorts them again. A tile without a better pair costs none of
-that. No more than a tile of scores is ever held.
+largest are the best scores and of equal ones the latest. A pair that is better than the k-th best so far waits in a buffer. A full
+buffer is sorted and meets the best, which are sorted the other way: the larger of each two are the best of both, and a merge sorts
+them again. In the walk, from the latest event on, a better pair is more and more rare: N events sort some 1 + ln(N / k) times, not
+N / k times.
+No more than a tile of scores is ever held.
 """
 
 from __future__ import annotations
@@ -87,11 +89,22 @@ def _scores(
     return x
 
 
+@triton.jit
+def _with_buffer(best, buffer, count, SPEC: tl.constexpr):
+    """The best pairs and those that wait in the buffer, `count` of each candidate: the best of both, falling."""
+    s = tl.arange(0, SPEC.KEYS)
+    # other threads wrote the buffer, and write it again when all have read it
+    tl.debug_barrier()
+    waiting = tl.load(buffer + s[None, :], mask=s[None, :] < count[:, None], other=HIDDEN)
+    tl.debug_barrier()
+    return tl.bitonic_merge(tl.maximum(best, tl.sort(waiting)), descending=True)
+
+
 # fmt: off
 @triton.jit(do_not_specialize=["B", "H", "heads", "k", "group"])
 def _search(
-    q_ptr, keys_ptr, bias_ptr, cu_q_ptr, cu_ptr, found_ptr, q_strides, k_strides, bias_strides, B, H, heads, k, group, scale,
-    SPEC: tl.constexpr,
+    q_ptr, keys_ptr, bias_ptr, cu_q_ptr, cu_ptr, found_ptr, buffer_ptr, q_strides, k_strides, bias_strides, B, H, heads, k, group,
+    scale, SPEC: tl.constexpr,
 ):
     # fmt: on
     ROWS: tl.constexpr = SPEC.ROWS
@@ -107,9 +120,16 @@ def _search(
     i = tile * SPEC.ROWS + tl.arange(0, SPEC.ROWS)
     there = i < candidates
     rows = row_0 + i.to(tl.int64)
+    s = tl.arange(0, SPEC.KEYS)
+    # a row of the buffer for each candidate of each program
+    buffer = buffer_ptr + (tl.program_id(0).to(tl.int64) * SPEC.ROWS + tl.arange(0, SPEC.ROWS))[:, None] * SPEC.KEYS
     best = tl.full((ROWS, KEYS), HIDDEN, tl.int64)
-    for j_0 in range(0, n, SPEC.KEYS):
-        j = j_0 + tl.arange(0, SPEC.KEYS)
+    lowest = tl.full((ROWS,), HIDDEN, tl.int64)
+    count = tl.zeros((ROWS,), tl.int32)
+    tiles = tl.cdiv(n, SPEC.KEYS)
+    for t in range(0, tiles):
+        # from the latest event, so that an equal one that comes later in the walk is not better
+        j = (tiles - 1 - t) * SPEC.KEYS + s
         present = j < n
         at = key_0 + j.to(tl.int64)
         x = tl.zeros((ROWS, KEYS), tl.float32 if SPEC.KIND == 0 else tl.int32)
@@ -124,12 +144,20 @@ def _search(
         else:
             high = x
             seen = present[None, :] & ((x > 0) if SPEC.KIND == 2 else (x <= 0))
-        ranks = tl.where(seen, (high.to(tl.int64) << 32) | j.to(tl.int64)[None, :], HIDDEN)
-        better = ranks > tl.min(best, 1)[:, None]
-        if tl.max(tl.max(better.to(tl.int32), 1), 0) > 0:
-            # best falls and this rises: the larger of each two are the best of all
-            best = tl.bitonic_merge(tl.maximum(best, tl.sort(ranks)), descending=True)
-    s = tl.arange(0, SPEC.KEYS)
+        ranks = tl.where(seen & there[:, None], (high.to(tl.int64) << 32) | j.to(tl.int64)[None, :], HIDDEN)
+        better = ranks > lowest[:, None]
+        more = tl.sum(better.to(tl.int32), 1)
+        if tl.max(count + more, 0) > SPEC.KEYS:
+            best = _with_buffer(best, buffer, count, SPEC)
+            # the k-th best, which is no more than kept
+            lowest = tl.max(tl.where(s[None, :] == k - 1, best, HIDDEN), 1)
+            better = ranks > lowest[:, None]
+            more = tl.sum(better.to(tl.int32), 1)
+            count = 0 * count
+        place = count[:, None] + tl.cumsum(better.to(tl.int32), 1) - 1
+        tl.store(buffer + place, ranks, mask=better)
+        count += more
+    best = _with_buffer(best, buffer, count, SPEC)
     places = tl.where(best == HIDDEN, -1, best & 0xFFFFFFFF).to(tl.int32)
     found = found_ptr + (rows[:, None] * heads + first_head) * k + s[None, :]
     tl.store(found, places, mask=there[:, None] & (s < k)[None, :])
@@ -149,10 +177,13 @@ def search(given: Search) -> Tensor:
         B = given.cu.shape[0] - 1
         wide = q.element_size() == 4
         constants = _constants(KINDS.index(given.kind), q.shape[2], given.k, not given.per_head and H > 1, bias is not None, wide)
-        tensors = (q, keys, given.cu if bias is None else bias, given.cu_q.contiguous(), given.cu.contiguous(), found)
+        programs = (total // ROWS + B) * given.heads
+        buffer = torch.empty((programs, ROWS, constants["SPEC"].KEYS), dtype=torch.int64, device=q.device)
+        offsets = given.cu_q.contiguous(), given.cu.contiguous()
+        tensors = (q, keys, given.cu if bias is None else bias, *offsets, found, buffer)
         strides = ((q.stride(0), q.stride(1)), (keys.stride(0), keys.stride(1)), bias_strides)
         numbers = (B, H, given.heads, given.k, H // keys.shape[1], given.scale)
-        _start(((total // ROWS + B) * given.heads, 1, 1), (*tensors, *strides, *numbers), constants)
+        _start((programs, 1, 1), (*tensors, *strides, *numbers), constants)
     return found
 
 

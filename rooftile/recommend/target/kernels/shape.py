@@ -26,6 +26,7 @@ class Shape(NamedTuple):
     BIAS: bool
     MEAN: bool
     SHARED: bool  # all heads read the events that one list has
+    SAME: bool  # values are the keys, which are loaded once
     PRECISION: str  # how fp32 numbers are multiplied
 
 
@@ -64,7 +65,7 @@ class Launch(NamedTuple):
 
 def launch_of(kernel: str, batch: Batch, problem: Problem) -> Launch:
     """The launch of a kernel on these tensors, whose last axes are contiguous."""
-    q, _, values, bias, events = batch[:5]
+    q, keys, values, bias, events = batch[:5]
     H, D, Dv = q.shape[1], q.shape[2], values.shape[2]
     size = (max(D, Dv) > 64) + (max(D, Dv) > 128)
     wide = q.element_size() == 4
@@ -74,14 +75,15 @@ def launch_of(kernel: str, batch: Batch, problem: Problem) -> Launch:
         strides.append((0, 0))
     else:
         strides.append((bias.stride(0), 0 if bias.shape[1] == 1 else bias.stride(1)))
+    same = keys.data_ptr() == values.data_ptr() and keys.shape == values.shape and keys.stride() == values.stride()
     flags = (
         problem.weights == "softmax", problem.weights == "silu", bias is not None, problem.mean,
-        events is not None and events.shape[1] == 1,
+        events is not None and events.shape[1] == 1, same,
     )  # fmt: skip
     k = 0 if events is None else events.shape[2]
     return Launch(
         batch.cu.shape[0] - 1, H, tuple(strides), batch.cu if bias is None else bias,
-        (problem.scale, H // batch.keys.shape[1], k), _constants(D, Dv, tile, flags, wide), tile,
+        (problem.scale, H // keys.shape[1], k), _constants(D, Dv, tile, flags, wide), tile,
     )  # fmt: skip
 
 

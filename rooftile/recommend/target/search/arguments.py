@@ -25,15 +25,19 @@ def check_no_search(**given: Any) -> None:
 
 
 def check_search(
-    batch: Batch, problem: Problem, M: int | None, top_k: Any, search: Any, short: Any, per_head: Any, search_q: Any,
-    search_keys: Any, planes: Any, q_categories: Any, key_categories: Any,
+    batch: Batch, problem: Problem, M: int | None, offsets: tuple[Tensor, Tensor | None], top_k: Any, search: Any, short: Any,
+    per_head: Any, search_q: Any, search_keys: Any, planes: Any, q_categories: Any, key_categories: Any,
 ) -> Search:  # fmt: skip
-    """The search of a call, whose candidates came as (B, M, ...), or packed if M is None."""
+    """The search of a call whose candidates came as (B, M, ...), packed if M is None; `offsets` are the caller's cu and cu_q."""
     kind = check_choice("search", "exact" if search is None else search, KINDS)
     k = check_count("top_k", top_k)
     per_head = True if per_head is None else check_flag("per_head", per_head)
-    if check_choice("short", "refuse" if short is None else short, ("refuse", "all")) == "refuse" and kind != "category":
-        _check_lengths(batch, k)
+    if (
+        check_choice("short", "refuse" if short is None else short, ("refuse", "all")) == "refuse"
+        and kind != "category"
+        and M != 0
+    ):
+        _check_lengths(k, *offsets)
     hidden = {"search_q": search_q, "search_keys": search_keys} if kind == "category" else {}
     hidden |= {"planes": planes} if kind != "lsh" else {}
     hidden |= {} if kind == "category" else {"q_categories": q_categories, "key_categories": key_categories}
@@ -59,15 +63,16 @@ def check_search(
     return Search(q, keys, bias, batch.cu_q, batch.cu, k, kind, problem.scale, per_head, problem.deterministic)
 
 
-def _check_lengths(batch: Batch, k: int) -> None:
-    """Checks that every user with candidates has k events, where the offsets lie on the host."""
-    if not batch.cu.is_cpu or torch.compiler.is_compiling():
+def _check_lengths(k: int, cu: Tensor, cu_q: Tensor | None) -> None:
+    """Checks that every user with candidates has k events, where the caller's offsets lie on the host."""
+    if not cu.is_cpu or torch.compiler.is_compiling():
         return
-    lengths = batch.cu.diff()
-    few = (lengths < k) & (batch.cu_q.diff() > 0)
+    few = cu.diff() < k
+    if cu_q is not None:
+        few &= cu_q.cpu().diff() > 0
     if bool(few.any()):
         b = int(few.nonzero()[0])
-        raise InvalidInput(f"top_k is {k}; user {b} has {int(lengths[b])} events: short='all' reads all events of such users")
+        raise InvalidInput(f"top_k is {k}; user {b} has {int(cu.diff()[b])} events: short='all' reads all events of such users")
 
 
 def _features(batch: Batch, M: int | None, search_q: Any, search_keys: Any, kind: str) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from rooftile.recommend.target.problem import Batch
 from rooftile.recommend.target.search.problem import Search
 from rooftile.recommend.target.search.simhash import differing_bits
 from rooftile.recommend.target.tiled import scores
-from rooftile.recommend.target.tiles import Tile, take, tiles
+from rooftile.recommend.target.tiles import Tile, put, take, tiles
 
 HIDDEN = torch.iinfo(torch.int64).min
 
@@ -22,16 +22,16 @@ def search(given: Search) -> Tensor:
     heads = q.shape[1] * (q.shape[2] if given.kind == "lsh" else 1)
     for tile in tiles(given.cu_q, given.cu, heads, keys.shape[1] * keys.shape[2], given.deterministic):
         ranks = _ranks(given, tile)
-        ranks = torch.where(tile.keys_there[:, None, None], ranks, HIDDEN)
+        ranks = torch.where(tile.keys.there[:, None, None], ranks, HIDDEN)
         best = ranks.topk(min(given.k, ranks.shape[-1]), -1).values
         places = torch.where(best == HIDDEN, -1, best & 0xFFFFFFFF).int()
-        found[tile.rows[tile.rows_there], :, : places.shape[-1]] = places.transpose(1, 2)[tile.rows_there]
+        put(found[..., : places.shape[-1]], tile.rows, places)
     return found
 
 
 def _ranks(given: Search, tile: Tile) -> Tensor:
     """A number for each pair, (G, 1|H, R, S) int64, that rises with the score, and among equal scores with the place."""
-    place = torch.arange(tile.keys.shape[1], device=given.q.device)
+    place = torch.arange(tile.keys.at.shape[1], device=given.q.device)
     if given.kind == "exact":
         batch = Batch(given.q, given.keys, given.keys, given.bias, None, given.cu_q, given.cu)
         x, _ = scores(batch, tile, given.scale)
@@ -39,8 +39,8 @@ def _ranks(given: Search, tile: Tile) -> Tensor:
         high = _order_of_wide(x) if x.dtype == torch.float64 else _order_of(x)
         hidden = x.isneginf()
     else:
-        q = take(given.q, tile.rows, tile.rows_there, given.q.dtype)  # (G, H, R, W)
-        keys = take(given.keys, tile.keys, tile.keys_there, given.keys.dtype)
+        q = take(given.q, tile.rows, given.q.dtype)  # (G, H, R, W)
+        keys = take(given.keys, tile.keys, given.keys.dtype)
         if given.kind == "category":
             high, hidden = torch.zeros((), dtype=torch.int64, device=q.device), q != keys.mT
         else:
