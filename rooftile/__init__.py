@@ -14,6 +14,7 @@
     rt.kvcache, rt.attention_paged                  # the cache, and attention to it
     rt.approximate                                  # attention to fewer pairs
     rt.moe                                          # experts: routers, products, the balance loss
+    rt.hstu_attention, rt.target_attention          # attention over users' events, for recommenders
 
 Names are imported when they are first used: `import rooftile` brings neither torch nor Triton.
 """
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from rooftile.planning.make_plan import plan
     from rooftile.qat import quantise_model
     from rooftile.recommend.hstu.attention import hstu_attention
+    from rooftile.recommend.target.attention import target_attention, target_attention_with_events
     from rooftile.weights import QuantisedWeight, quantise_weight
     from rooftile.weights import two_four as sparsity
     from rooftile.weights.linear import linear
@@ -102,6 +104,8 @@ __all__ = [
     "quantise_weight",
     "sparsity",
     "status",
+    "target_attention",
+    "target_attention_with_events",
     "unfuse",
 ]
 
@@ -118,6 +122,7 @@ _HOMES = {
     "QuantisedWeight": "rooftile.weights", "quantise_weight": "rooftile.weights",
     "quantise_model": "rooftile.qat", "sparsity": "rooftile.weights:two_four",
     "hstu_attention": "rooftile.recommend.hstu.attention",
+    **dict.fromkeys(("target_attention", "target_attention_with_events"), "rooftile.recommend.target.attention"),
     "fuse": "rooftile.integrations.fusion", "unfuse": "rooftile.integrations.fusion",
 }  # fmt: skip
 # likewise, but never before they are asked for, since their imports are slow
