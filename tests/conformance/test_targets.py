@@ -170,6 +170,26 @@ def test_a_bad_target_of_packed_sequences_reaches_no_other() -> None:
         assert torch.equal(found[n][rows], clean[n][rows]), n
 
 
+def test_keys_of_a_sequence_without_queries_are_never_read() -> None:
+    q, k, v = torch.randn(9, 2, 8), torch.randn(15, 2, 8), torch.randn(15, 2, 8)
+    k[2], v[3] = torch.nan, torch.inf
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    o = rt.attention_packed(*leaves, torch.tensor([0, 0, 9]), torch.tensor([0, 6, 15]), rt.CAUSAL & rt.Targets(4))
+    _, dk, dv = torch.autograd.grad(o.square().sum(), leaves)
+    assert not dk[:6].any()
+    assert not dv[:6].any()
+
+
+def test_second_derivatives() -> None:
+    mask, cu = rt.CAUSAL & rt.Targets(3), torch.tensor([0, 3, 3, 6])
+    x = [torch.randn(1, 6, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    for attention in (
+        lambda *x: rt.attention(*x, mask, backend="eager"),
+        lambda *x: rt.attention_packed(*(y[0] for y in x), cu, cu, mask, backend="eager"),
+    ):
+        assert torch.autograd.gradgradcheck(attention, x)
+
+
 def test_one_at_a_time_equals_all_at_once() -> None:
     """Each target is attention of one query after the history, bit for bit where the kernel takes rows alone."""
     q, k, v = (torch.randn(1, 30, 2, 16) for _ in range(3))

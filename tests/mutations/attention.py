@@ -90,6 +90,14 @@ MUTATIONS = {
         "runtime/hopper/ptx.py", "lop3.b32 s, w, 0x00800080, 0x43004300, 0xea", "lop3.b32 s, w, 0x00000080, 0x43004300, 0xea",
         ("tests/kernels/test_hopper_decoding.py", "-k", "become_exact or order_of_codes"),
     ),
+    "targets, distances of ALiBi": Mutation(
+        "exact/targets/calls.py", "lse = lse + targets.excess", "lse = lse + 0",
+        ("tests/conformance/test_targets.py", "-k", "test_packed and tiled"),
+    ),
+    "targets, keys of sequences without queries": Mutation(
+        "exact/targets/packed.py", "torch.where(queries > 0, first, end)", "first",
+        ("tests/conformance/test_targets.py", "-k", "never_read"),
+    ),
     "fuse, Gemma's norms": Mutation(
         "integrations/fusion/layers.py", 'plus_one = kind == "gemma_norm"', "plus_one = False",
         ("tests/integrations/test_fuse.py", "-k", "losses_and_gradients"),
