@@ -154,6 +154,7 @@ CASES = [
     (GEMMA, GEMMAS.replace(",days:", ", days: ").replace("city", '<|"|>city<|"|>').replace("<tool_call|>", " Done"), " Done", 1),
     (KIMI, f"So. {SECTION}{KIMIS}\n{KIMIS}{SECTION_END}", "So.", 2),
     (KIMI, f"{KIMIS}{SECTION_END} Done", " Done", 1),
+    (KIMI, f"{SECTION}{KIMIS}{SECTION_END}{SECTION_END}", "", 1),
     (KIMI, SECTION + KIMIS.replace("functions.", "").replace(":0", ":0 "), "", 1),
     (MINIMAX, f"Look.\n{MINI}\n{INVOKE}\n{INVOKE}\n{MINI_END}\n", "Look.", 2),
     (MINIMAX, f"{MINI}{INVOKE}", "", 1),

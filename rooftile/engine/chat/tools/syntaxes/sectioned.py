@@ -35,7 +35,9 @@ class SectionedReader(CallReader):
             yield from self._call()
             if not (yield from cursor.skip_behind_spaces(self.CALL)):
                 break
-        yield from cursor.skip_behind_spaces(*self.ENDS)
+        # some answers have it twice
+        while (yield from cursor.skip_behind_spaces(*self.ENDS)):
+            pass
 
     @abstractmethod
     def name_in(self, head: str) -> Reading[str]:
