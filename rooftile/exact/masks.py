@@ -206,6 +206,7 @@ def Targets(n: int) -> Mask:  # noqa: N802
 
     No query sees another's target. Both the queries and the keys of a sequence end with its n targets.
 
+    >>> from rooftile.exact.masks import draw
     >>> print(draw(CAUSAL & Targets(2), 5, 5))
     #....
     ##...
