@@ -259,6 +259,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rows of the features": (
         {"top_k": 2, "search_q": torch.zeros(2, 3, 1, 4), "search_keys": torch.zeros(8, 1, 4)}, "search_keys has 8 rows",
     ),
+    "heads of categories": ({**CATEGORY, "per_head": False}, "per_head came with search='category', which does not read it"),
     "no categories": (CATEGORY, "q_categories is None; search='category' needs"),
     "categories of events missing": ({**CATEGORY, "q_categories": torch.zeros(2, 3).int()}, "key_categories is None"),
     "categories in floats": ({**CATEGORY, "q_categories": torch.zeros(2, 3)}, "q_categories is a torch.float32"),

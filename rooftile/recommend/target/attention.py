@@ -64,7 +64,8 @@ def target_attention(
             torch.use_deterministic_algorithms.
         key_categories: (total,) int, for search="category".
         mean: divides the sum by the number of the events that are read.
-        per_head: whether each head chooses events of its own, which is the default, or all by the sum of the heads' scores.
+        per_head: whether each head chooses events of its own, which is the default, or all by the sum of the heads' scores; not
+            for categories, which are the same for all heads.
         planes: (D, bits) of `simhash_planes`, for search="lsh"; not for hashes.
         q_categories: (B, M), or (total_q,) with cu_q.
         scale: of the scores; 1 / sqrt(D) if None.
