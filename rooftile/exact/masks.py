@@ -207,12 +207,8 @@ def Targets(n: int) -> Mask:  # noqa: N802
     No query sees another's target. Both the queries and the keys of a sequence end with its n targets.
 
     >>> from rooftile.exact.masks import draw
-    >>> print(draw(CAUSAL & Targets(2), 5, 5))
-    #....
-    ##...
-    ###..
-    ####.
-    ###.#
+    >>> draw(CAUSAL & Targets(2), 5, 5).split()
+    ['#....', '##...', '###..', '####.', '###.#']
     """
     return Mask(targets=_size(n, "Targets: n", 0))
 
