@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rooftile.recommend.hstu.kernels import shape
 from rooftile_lab.bench.suites import hstu
 from tests.recommend.hstu_cases import MASKS
 from tests.recommend.test_hstu import (  # noqa: F401 - collected here
@@ -28,6 +29,14 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_outputs_and_gradients(mask: str, contextual: int, targets: tuple[int, ...] | None, dtype: torch.dtype) -> None:
     # the tables' kernels differ from those without, so both run in each number of bits
     check_outputs_and_gradients(mask, contextual, targets, (targets is None) == (dtype == torch.bfloat16), dtype)
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(64, 16), (32, 16), (16, 64)])
+def test_tiles_that_are_not_square(rows: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Diagonals of a tile with more rows than keys begin anew more than once."""
+    monkeypatch.setattr(shape, "WIDE", (shape.Tiles(rows, keys, 4, 1),) * 3)
+    check_outputs_and_gradients("both sides", 2, TARGETS, True, torch.float32)
+    check_outputs_and_gradients("causal", 0, None, True, torch.float32)
 
 
 @pytest.mark.parametrize("tables", [True, False])

@@ -54,7 +54,7 @@ def _add_at(sums, distance, ds, numbers):
 
 @triton.jit
 def _add_positions(sums, ds, i_0, j_0, user, numbers, SPEC: tl.constexpr):
-    """Adds the gradients ds (ROWS, KEYS) of a tile's scores, ROWS = KEYS, to the columns of their distances."""
+    """Adds the gradients ds (ROWS, KEYS) of a tile's scores to the columns of their distances."""
     r = tl.arange(0, SPEC.ROWS)
     c = tl.arange(0, SPEC.KEYS)
     if i_0 + numbers.zero - j_0 - (SPEC.KEYS - 1) >= numbers.columns and i_0 + SPEC.ROWS <= user.end:
@@ -63,11 +63,11 @@ def _add_positions(sums, ds, i_0, j_0, user, numbers, SPEC: tl.constexpr):
         tl.debug_barrier()
     else:
         events = tl.where((i_0 + r < user.end)[:, None], ds, 0.0)
-        # each row moves by its number, which makes columns of diagonals; a row's end comes back at its start
+        # each row moves by its number, which makes columns of diagonals; a row's end comes back at its start, once or more often
         turned = tl.gather(events, (r[:, None] + c[None, :]) % SPEC.KEYS, 1)
-        around = r[:, None] + c[None, :] >= SPEC.KEYS
-        _add_at(sums, i_0 - j_0 - c, tl.sum(tl.where(around, 0.0, turned), 0), numbers)
-        _add_at(sums, i_0 - j_0 - c + SPEC.KEYS, tl.sum(tl.where(around, turned, 0.0), 0), numbers)
+        turns = (r[:, None] + c[None, :]) // SPEC.KEYS
+        for n in tl.static_range((SPEC.ROWS + SPEC.KEYS - 2) // SPEC.KEYS + 1):
+            _add_at(sums, i_0 - j_0 - c + n * SPEC.KEYS, tl.sum(tl.where(turns == n, turned, 0.0), 0), numbers)
         if SPEC.TARGETS:
             if i_0 + SPEC.ROWS > user.end:
                 # all targets have one position
