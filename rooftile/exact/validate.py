@@ -147,7 +147,7 @@ def check_shared_prefix(q: Tensor, cache: PagedKV, mask: Mask | None, alibi: Ten
 
 
 def _check_pages(q: Tensor, cache: PagedKV) -> None:
-    k, v, table, lengths = cache.k, cache.v, cache.table, cache.lengths
+    k, v = cache.k, cache.v
     scaled = cache.k_scale is not None or cache.v_scale is not None
     due = torch.float8_e4m3fn if scaled else q.dtype
     for name, x, axes in (("k", k, "(P, size, Hk, D)"), ("v", v, "(P, size, Hk, Dv)")):
@@ -160,6 +160,12 @@ def _check_pages(q: Tensor, cache: PagedKV) -> None:
         if x is None or x.shape != k.shape[:3] or x.dtype != torch.float32:
             came = "None" if x is None else f"{x.dtype} {tuple(x.shape)}"
             raise InvalidInput(f"cache.{name} is {came}; must be torch.float32 (P, size, Hk) = {tuple(k.shape[:3])}")
+    check_blocks(q, cache)
+
+
+def check_blocks(q: Tensor, cache: PagedKV) -> None:
+    """Checks shapes, tables, lengths and offsets of a cache with keys and values (P, size, Hk, D); their dtypes aside."""
+    k, v, table, lengths = cache.k, cache.v, cache.table, cache.lengths
     if k.shape[:3] != v.shape[:3]:
         raise InvalidInput(f"cache.v is {tuple(v.shape)}; must be like cache.k, {tuple(k.shape)}, in all but the last axis")
     if k.shape[1] < 1 or k.shape[1] & (k.shape[1] - 1):

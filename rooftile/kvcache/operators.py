@@ -14,8 +14,8 @@ from rooftile.fused.rope import Rotation, rotated_as_defined
 from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.operators import call, define
 
-# the largest number of torch.float8_e4m3fn
-LARGEST_FP8 = 448.0
+# formats of 8 bits, whose numbers have a scale per token and head, and the largest number of each
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 # rows of zeros after the last gathered token: a kernel reads up to one tile of keys past it
 PAST = 256
 
@@ -26,7 +26,8 @@ def write(
 ) -> None:  # fmt: skip
     """Writes k and v (total, heads, dim) into slots (total,), keys rotated; a token with a slot below 0 is left out.
 
-    With scales (blocks, size, heads), fp32, the cache is in FP8; each scale is a head's largest number divided by 448.
+    With scales (blocks, size, heads), fp32, the cache is in FP8 or INT8; each scale is a head's largest number divided by the
+    largest one of the format.
     """
     cos, sin = (None, None) if rotation is None else rotation
     call(_WRITE, _write, k, v, k_cache, v_cache, slots, cos, sin, k_scale, v_scale)
@@ -72,10 +73,12 @@ def write_as_defined(
         x = x[there]
         if scales is not None:
             wide = x.float()
-            scale = wide.abs().amax(-1) / LARGEST_FP8
+            scale = wide.abs().amax(-1) / LARGEST[cache.dtype]
             scales[where] = scale
             # a head of zeros has scale 0 and stays zeros
             x = wide / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
+            if cache.dtype == torch.int8:
+                x = x.round()
         cache[where] = x.to(cache.dtype)
 
 

@@ -120,7 +120,7 @@ def write(
 ) -> Tensor | None:  # fmt: skip
     """Puts k and v (total, heads, D) into slots (total,) of a layer's caches (blocks, size, heads, D); k rotated.
 
-    With scales (blocks, size, heads) the caches are in FP8. Returns q (total, q_heads, D) rotated, by the same kernel.
+    With scales (blocks, size, heads) the caches are in FP8 or INT8. Returns q (total, q_heads, D) rotated, by the same kernel.
     """
     total, heads, dim = k.shape
     o = None if q is None else torch.empty(q.shape, dtype=q.dtype, device=q.device)

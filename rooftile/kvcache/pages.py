@@ -11,7 +11,7 @@ from torch import Tensor
 from rooftile.drawing import notebook as shown
 from rooftile.fused.rope import Rotation
 from rooftile.kvcache.blocks import Copy
-from rooftile.kvcache.operators import copy_blocks, gather, gathered_as_defined, write, write_and_rotate
+from rooftile.kvcache.operators import LARGEST, copy_blocks, gather, gathered_as_defined, write, write_and_rotate
 from rooftile.kvcache.specs import bytes_in_words
 from rooftile.runtime.devices import runs_kernels
 from rooftile.runtime.words import answers_words
@@ -28,8 +28,8 @@ class PagedKV:
             sequence's length are never read.
         lengths: tokens of each sequence in the cache, (B,) int32; the last of them are this call's queries.
         cu_q: offsets of packed queries, (B + 1,) int32; None for queries (B, T, H, D), T for every sequence.
-        k_scale, v_scale: (P, size, Hk) fp32, for a cache in FP8 (torch.float8_e4m3fn): each head's key and value is multiplied
-            by its scale. None otherwise.
+        k_scale, v_scale: (P, size, Hk) fp32, for a cache in FP8 (torch.float8_e4m3fn) or INT8 (which histories have, and
+            `attention_paged` does not read): each head's key and value is multiplied by its scale. None otherwise.
     """
 
     k: Tensor
@@ -126,8 +126,8 @@ class Pages:
         blocks: the number of blocks.
         layers, heads, dim: the model's layers, key/value heads and head dim.
         block_size: tokens per block.
-        dtype, device: the dtype and device of the tensors. With torch.float8_e4m3fn each token's key and value has an fp32 scale
-            per head: its largest number divided by 448.
+        dtype, device: the dtype and device of the tensors. With torch.float8_e4m3fn and torch.int8 each token's key and value has
+            an fp32 scale per head: its largest number divided by 448 or 127.
 
     Example:
         >>> pages = Pages(4, layers=2, heads=1, dim=8, dtype=torch.float32)
@@ -150,7 +150,7 @@ class Pages:
             self.storage.view(torch.uint8).zero_()
         self._layers = [(self.storage[:, n, 0], self.storage[:, n, 1]) for n in range(layers)]
         self.scales: Tensor | None = None
-        if dtype == torch.float8_e4m3fn:
+        if dtype in LARGEST:
             self.scales = torch.empty(blocks, layers, 2, block_size, heads, dtype=torch.float32, device=device)
         self.planes: dict[str, Tensor] = {}
         self.window_pages: Pages | None = None
@@ -161,15 +161,15 @@ class Pages:
         """The bytes of keys, values, scales and planes."""
         return sum(memory.nbytes for memory in self._memories()) + (0 if self.window_pages is None else self.window_pages.nbytes)
 
-    def add_plane(self, name: str, *shape: int) -> Tensor:
+    def add_plane(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Adds memory that each block has beside its keys and values; it is copied whenever the block is.
 
         So whatever an approximate method keeps about a block's tokens follows forks, prefixes and preemption by itself.
 
         Returns:
-            (blocks, *shape), zeros in the dtype of the keys.
+            (blocks, *shape), zeros in `dtype`; in the dtype of the keys if it is None.
         """
-        plane = torch.zeros(self.storage.shape[0], *shape, dtype=self.storage.dtype, device=self.storage.device)
+        plane = torch.zeros(self.storage.shape[0], *shape, dtype=dtype or self.storage.dtype, device=self.storage.device)
         self.planes[name] = plane
         return plane
 

@@ -54,7 +54,7 @@ class PagedKeys(CacheSpec):
 
     def block_bytes(self, size: int, dtype: torch.dtype) -> int:
         line = self.dim * dtype.itemsize
-        if dtype == torch.float8_e4m3fn:
+        if dtype.itemsize == 1:
             # one fp32 scale per token and head
             line += 4
         return len(self.layers) * 2 * size * self.heads * line

@@ -12,7 +12,7 @@ from tests.unit.test_paged import in_fp8, paged, sequences
 
 
 @pytest.mark.parametrize(("heads", "dim", "turned"), [(2, 16, 16), (3, 24, 8), (1, 64, 0), (8, 128, 128)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.int8], ids=str)
 def test_tokens_go_to_their_slots(heads: int, dim: int, turned: int, dtype: torch.dtype) -> None:
     total = 37
     qkv = torch.randn(total, (2 + 2 * heads) * dim)

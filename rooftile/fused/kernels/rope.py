@@ -32,6 +32,7 @@ def store_heads(
     D: tl.constexpr, HALF: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Copies heads of D numbers, the first 2 HALF of them rotated, each head divided by its scale (SCALED)."""
+    INT8: tl.constexpr = o_ptr.dtype.element_ty == tl.int8
     rest = tl.arange(0, BLOCK_D)
     mask = there[:, None] & ((rest >= 2 * HALF) & (rest < D))[None, :]
     d = tl.arange(0, BLOCK_HALF)
@@ -44,7 +45,7 @@ def store_heads(
         largest = tl.max(tl.abs(x), 1)
         if HALF > 0:
             largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(first), tl.abs(second)), 1))
-        scale = tl.div_rn(largest, 448.0)
+        scale = tl.div_rn(largest, 127.0 if INT8 else 448.0)
         tl.store(scale_ptr, scale, mask=there)
         # a head of nothing but zeros has scale 0, and stays zeros
         scale = tl.where(scale > 0, scale, 1.0)[:, None]
@@ -52,6 +53,11 @@ def store_heads(
         if HALF > 0:
             scale = tl.broadcast_to(scale, first.shape)
             first, second = tl.div_rn(first, scale), tl.div_rn(second, scale)
+        if INT8:
+            # numbers beyond 2^23 are whole, so this rounds to the nearest, ties to even
+            x = (x + 12582912.0) - 12582912.0
+            if HALF > 0:
+                first, second = (first + 12582912.0) - 12582912.0, (second + 12582912.0) - 12582912.0
     if HALF > 0:
         tl.store(o_ptr + d[None, :], first.to(o_ptr.dtype.element_ty), mask=in_half)
         tl.store(o_ptr + HALF + d[None, :], second.to(o_ptr.dtype.element_ty), mask=in_half)
