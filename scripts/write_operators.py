@@ -13,6 +13,7 @@ import rooftile.moe
 import rooftile.optim
 import rooftile.qat
 import rooftile.recommend.hstu.attention
+import rooftile.recommend.hstu.paged.attention
 import rooftile.recommend.target.attention  # noqa: F401
 from rooftile.runtime.operators import DEFINED
 
@@ -108,6 +109,7 @@ COMPUTES = {
     "target_attention": "attention of candidates to their user's events, with softmax or without, whole or the events chosen",
     "target_attention_backward": "its gradients",
     "target_search": "the k events of a user that a candidate reads: by scores, bits of hashes, or category",
+    "hstu_attention_paged": "the same for appended events and candidates, whose history is in pages",
 }
 
 

@@ -332,6 +332,14 @@ def _hstu(arguments: tuple[Any, ...], results: Any) -> Work:
     return Work(users.hstu_flops(q, v, cu, targets, contextual, mask), _nbytes(arguments), _nbytes(results))
 
 
+def _hstu_paged(arguments: tuple[Any, ...], results: Any) -> Work:
+    """Pages count as far as a row sees them."""
+    q, k, v, table, lengths, cu, k_scale, _, own_k, own_v, *tables, row_times, key_times, _, _, _, mask, _ = arguments
+    given = (q, k, v, table, lengths, cu, k_scale is not None, own_k is not None, key_times is not None, mask)
+    flops_, pages = users.paged_work(*given)
+    return Work(flops_, pages + _nbytes([q, lengths, cu, own_k, own_v, *tables, row_times]), _nbytes(results))
+
+
 def _hstu_backward(arguments: tuple[Any, ...], results: Any) -> Work:
     forward = _hstu(arguments[1:], results)
     return Work(forward.flops * 5 // 2, _nbytes(arguments), _nbytes(results))
@@ -476,4 +484,5 @@ COUNTED: dict[str, Callable[[tuple[Any, ...], Any], Work]] = {
     "target_attention": _target,
     "target_attention_backward": _target_backward,
     "target_search": _target_search,
+    "hstu_attention_paged": _hstu_paged,
 }

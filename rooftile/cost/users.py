@@ -45,3 +45,34 @@ def target_flops(q: Tensor, dims: int, events: Tensor | None, cu_q: Tensor, cu: 
     else:
         pairs = int((events >= 0).sum()) * (q.shape[1] // events.shape[1])
     return 2 * pairs * dims
+
+
+def paged_pairs(rows: int, length: int, candidates: bool, mask: Mask) -> int:
+    """Counts the pairs of a user's rows and the events in pages that they see, and candidates' pairs with themselves."""
+    if not candidates:
+        return masks.pairs(mask, rows, length)
+    start, stop = max(mask.first_key(length), 0), min(mask.last_key(length) + 1, length)
+    return rows * (max(stop - start, 0) + 1)
+
+
+def events_read(rows: int, length: int, candidates: bool, mask: Mask) -> int:
+    """Counts the events in pages that some row of a user sees."""
+    first, last = (length, length) if candidates else (length - rows, length - 1)
+    start, stop = max(mask.first_key(first), 0), min(mask.last_key(last) + 1, length)
+    return max(stop - start, 0) if rows else 0
+
+
+def paged_work(
+    q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, cu: Tensor, scaled: bool, candidates: bool, timed: bool,
+    mask: list[int],
+) -> tuple[int, int]:  # fmt: skip
+    """Counts the FLOPs of attention over pages, and the bytes that it reads of pages and their tables; reads the lengths."""
+    left, right, prefix = (None if n < 0 else n for n in mask[:3])
+    seen = Mask(left, right, prefix, tuple(mask[3:]))
+    users = list(zip(cu.diff().tolist(), lengths.tolist(), strict=True))
+    pairs = sum(paged_pairs(*user, candidates, seen) for user in users)
+    events = [events_read(*user, candidates, seen) for user in users]
+    (size, H, D), Dv = k.shape[1:], v.shape[3]
+    event = H * (D * k.element_size() + Dv * v.element_size() + 8 * scaled) + 8 * timed
+    blocks = sum(-(-n // size) for n in events)
+    return 2 * pairs * H * (D + Dv), sum(events) * event + blocks * table.element_size()

@@ -29,19 +29,21 @@ if TYPE_CHECKING:
     from rooftile.recommend.hstu.bias import RelativeBias, time_edges
     from rooftile.recommend.hstu.layer import HSTU
     from rooftile.recommend.hstu.model import HSTURecommender
+    from rooftile.recommend.hstu.paged.attention import hstu_attention_paged
     from rooftile.recommend.hstu.stochastic_length import stochastic_length
     from rooftile.recommend.target.attention import target_attention, target_attention_with_events
     from rooftile.recommend.target.search.simhash import simhash, simhash_planes
 
 __all__ = [
-    "HSTU", "HSTURecommender", "RelativeBias", "hstu_attention", "simhash", "simhash_planes", "stochastic_length",
-    "target_attention", "target_attention_with_events", "time_edges",
+    "HSTU", "HSTURecommender", "RelativeBias", "hstu_attention", "hstu_attention_paged", "simhash", "simhash_planes",
+    "stochastic_length", "target_attention", "target_attention_with_events", "time_edges",
 ]  # fmt: skip
 
 __getattr__ = late_names(
     "rooftile.recommend",
     {
-        "hstu_attention": "rooftile.recommend.hstu.attention", "RelativeBias": "rooftile.recommend.hstu.bias",
+        "hstu_attention": "rooftile.recommend.hstu.attention",
+        "hstu_attention_paged": "rooftile.recommend.hstu.paged.attention", "RelativeBias": "rooftile.recommend.hstu.bias",
         "time_edges": "rooftile.recommend.hstu.bias", "HSTU": "rooftile.recommend.hstu.layer",
         "HSTURecommender": "rooftile.recommend.hstu.model", "stochastic_length": "rooftile.recommend.hstu.stochastic_length",
         "target_attention": "rooftile.recommend.target.attention",

@@ -23,7 +23,7 @@ from rooftile.fused.rope import Rotation, rotate
 from rooftile.kvcache import Copy, Pages
 from rooftile.numerics import quantise_rows
 from rooftile.optim import AdamW
-from rooftile.recommend import RelativeBias, hstu_attention, target_attention
+from rooftile.recommend import RelativeBias, hstu_attention, hstu_attention_paged, target_attention
 from tests.conformance.sparse_calls import SPARSE_CALLS
 from tests.conformance.state_calls import STATE_CALLS
 from tests.engine.sampling import assign
@@ -514,6 +514,16 @@ def _target_search(device: torch.device) -> Work:
     return Work(2 * 15 * 2 * 8, _CANDIDATES_READ, 5 * 2 * 2 * 4)
 
 
+def _hstu_paged(device: torch.device) -> Work:
+    table, lengths = _table(device)
+    cache = _pages(device, torch.float8_e4m3fn).view(0, table, lengths, torch.tensor([0, 2, 3], dtype=torch.int32, device=device))
+    q, k, v = torch.randn(3, 3, 2, 8, device=device)
+    hstu_attention_paged(q, cache, alpha=0.5, scale=0.1, bias=RelativeBias(torch.zeros(5, device=device)), candidates=(k, v))
+    # two candidates see 5 events and themselves, one sees 2; seven tokens in three blocks, a token 32 numbers and 4 scales
+    read = 7 * 2 * (16 + 8) + 3 * 4 + 2 * 4 + 3 * 4 + 3 * 3 * 64 + 5 * 4
+    return Work(2 * (2 * 6 + 3) * 2 * 16, read, 3 * 64)
+
+
 def _adamw(device: torch.device) -> Work:
     w = torch.nn.Parameter(torch.ones(3, 5, dtype=torch.bfloat16, device=device))
     w.grad = torch.ones_like(w)
@@ -596,5 +606,6 @@ CALLS: dict[str, Callable[[torch.device], Work]] = {
     "target_attention": _target,
     "target_attention_backward": _target_backward,
     "target_search": _target_search,
+    "hstu_attention_paged": _hstu_paged,
     "gathered_attention_backward": _gathered_backward,
 }

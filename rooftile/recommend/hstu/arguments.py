@@ -38,7 +38,7 @@ def check_call(
     users = Users(cu, targets)
     problem = Problem(check_number("alpha", alpha), None if scale is None else check_number("scale", scale), mask, contextual, 0)
     _check_lengths(users, contextual)
-    return q, k, v, *_with_bias(q, users, problem, bias, times, positions)
+    return q, k, v, *with_bias(q, users, problem, bias, times, positions)
 
 
 def _targets_of(mask: Mask, targets: Any) -> Any:
@@ -81,7 +81,7 @@ def _check_lengths(users: Users, contextual: int) -> None:
             )
 
 
-def _with_bias(q: Tensor, users: Users, problem: Problem, bias: Any, times: Any, positions: Any) -> tuple[Users, Problem]:
+def with_bias(q: Tensor, users: Users, problem: Problem, bias: Any, times: Any, positions: Any) -> tuple[Users, Problem]:
     """The tensors and numbers of a call with its bias."""
     if bias is None:
         for name, given in (("times", times), ("positions", positions)):

@@ -72,33 +72,38 @@ def launch_of(kernel: str, q: Tensor, k: Tensor, v: Tensor, users: Users, proble
     B, Dv = users.cu.shape[0] - 1, v.shape[2]
     has_bias = users.position_table is not None or users.time_table is not None
     tile = tile_of("forward with bias" if kernel == "forward" and has_bias else kernel, max(D, Dv), q.element_size() == 4)
-    bounds = problem.mask.left, problem.mask.right, problem.mask.prefix
-    flags = (
-        *(n is not None for n in bounds), bool(problem.mask.chunks), problem.contextual > 0, users.targets is not None,
-        users.position_table is not None, users.positions is not None, users.time_table is not None,
-    )  # fmt: skip
+    flags = flags_of(users, problem)
     block = tile.rows if cut == "rows" else tile.keys
     stand_in = users.cu
     given = (
-        users.targets,
-        users.position_table,
-        users.time_table,
-        users.edges,
-        users.row_times,
-        users.key_times,
-        users.positions,
-    )
-    left, right, prefix = (n or 0 for n in bounds)
-    (chunk,) = problem.mask.chunks or (0,)
-    columns, buckets = (0 if x is None else x.shape[1] for x in (users.position_table, users.time_table))
-    steps = tuple(0 if x is None or x.shape[0] == 1 else x.shape[1] for x in (users.position_table, users.time_table))
-    scale = 0.0 if problem.scale is None else problem.scale
+        users.targets, users.position_table, users.time_table, users.edges, users.row_times, users.key_times, users.positions
+    )  # fmt: skip
     return Launch(
         B, H, (total // block + B) * H, tuple((x.stride(0), x.stride(1)) for x in (q, k, v)),
-        (users.cu, *(stand_in if x is None else x for x in given)),
-        (problem.alpha, scale, int(problem.scale is None), left, right, prefix, chunk, problem.contextual, problem.zero, columns,
-         buckets, *steps),
+        (users.cu, *(stand_in if x is None else x for x in given)), numbers_of(users.position_table, users.time_table, problem),
         _constants(D, Dv, tile, flags, q.dtype == torch.float32), tile,
+    )  # fmt: skip
+
+
+def flags_of(users: Users, problem: Problem) -> tuple[bool, ...]:
+    """Returns the flags of a `Shape`, from LEFT to TIMES."""
+    bounds = problem.mask.left, problem.mask.right, problem.mask.prefix
+    return (
+        *(n is not None for n in bounds), bool(problem.mask.chunks), problem.contextual > 0, users.targets is not None,
+        users.position_table is not None, users.positions is not None, users.time_table is not None,
+    )  # fmt: skip
+
+
+def numbers_of(position_table: Tensor | None, time_table: Tensor | None, problem: Problem) -> tuple[Any, ...]:
+    """Returns the `Numbers` of a call."""
+    left, right, prefix = (n or 0 for n in (problem.mask.left, problem.mask.right, problem.mask.prefix))
+    (chunk,) = problem.mask.chunks or (0,)
+    columns, buckets = (0 if x is None else x.shape[1] for x in (position_table, time_table))
+    steps = tuple(0 if x is None or x.shape[0] == 1 else x.shape[1] for x in (position_table, time_table))
+    scale = 0.0 if problem.scale is None else problem.scale
+    return (
+        problem.alpha, scale, int(problem.scale is None), left, right, prefix, chunk, problem.contextual, problem.zero, columns,
+        buckets, *steps,
     )  # fmt: skip
 
 
