@@ -24,25 +24,13 @@ from rooftile.runtime.arguments import shown
 from rooftile.runtime.words import answers_words
 
 
-class Stretch(NamedTuple):
-    """Events [first, stop) of a user, which a pass reads or writes."""
-
-    user: Hashable
-    first: int
-    stop: int
-
-
 class Lines(NamedTuple):
-    """The tensors of a pass over stretches of B users with `total` events, on the device of the pages."""
+    """The tensors of a call over rows of B users, on the device of the pages."""
 
     table: Tensor  # (B, N) int32
-    lengths: Tensor  # (B,) int32: the events of each user up to the end of its stretch
-    cu: Tensor  # (B + 1,) int32: offsets of the events
-    stretch: Tensor  # (total,): the stretch of each event
-    places: Tensor  # (total,): its number in the user's history
-    slots: Tensor  # (total,): its slot in the pages
-    rows: int  # the most events of a stretch
-    longest: int  # the largest of the lengths
+    lengths: Tensor  # (B,) int32: the events of each user that the call knows
+    cu: Tensor  # (B + 1,) int32: offsets of the rows
+    user: Tensor  # (total,): the number of each row's user in the call
 
 
 @answers_words
@@ -55,7 +43,7 @@ class Histories:
     Example:
         >>> histories = Histories(Pages(3, layers=1, heads=1, dim=8, block_size=4))
         >>> with histories.growing({"ann": 5, "bob": 2}):
-        ...     pass                                    # write the events into histories.lines(...).slots
+        ...     pass                                    # write the events into their slots
         >>> with histories.growing({"eve": 1}):         # all blocks are taken: the user who waits longest makes room
         ...     pass
         >>> "ann" in histories, len(histories), histories.evicted
@@ -139,6 +127,7 @@ class Histories:
             InvalidInput: the users of the call alone need more blocks than there are; nothing has changed.
         """
         before = {user: self.length(user) if user in self else None for user in counts}
+        self.check_room({user: self.length(user) + count for user, count in counts.items()})
         self._make_room(counts)
         try:
             for user, count in counts.items():
@@ -158,35 +147,37 @@ class Histories:
                     del self._packed[user][len(self._tables[user].blocks) :]
             raise
 
-    def lines(self, stretches: Sequence[Stretch]) -> Lines:
-        """Returns the tensors of a pass over the events of some stretches, without waiting for the device."""
-        size, device = self.pool.size, self.pages.storage.device
-        counts = [stop - first for _, first, stop in stretches]
-        total, longest = sum(counts), max((each.stop for each in stretches), default=0)
-        width = max(self.pool.blocks_of(longest), 1)
+    def lines(self, users: Sequence[Hashable], rows: Sequence[int], lengths: Sequence[int] | None = None) -> Lines:
+        """Returns the tensors of a call, without waiting for the device.
+
+        Args:
+            users: any of the known users; one may come twice.
+            rows: how many rows each has.
+            lengths: how many of its first events the call knows; None for all of them.
+        """
+        device, B = self.pages.storage.device, len(users)
+        lengths = [self.length(user) for user in users] if lengths is None else lengths
+        width = max(self.pool.blocks_of(max(lengths, default=0)), 1)
         packed = array("i")
-        for user, _, stop in stretches:
-            blocks = self._packed[user][: self.pool.blocks_of(stop)]
+        for user, length in zip(users, lengths, strict=True):
+            blocks = self._packed[user][: self.pool.blocks_of(length)]
             packed += blocks
             packed.frombytes(bytes(4 * (width - len(blocks))))
-        packed.extend(stop for _, _, stop in stretches)
-        packed.extend(accumulate(counts, initial=0))
+        packed.extend(lengths)
+        packed.extend(accumulate(rows, initial=0))
         numbers = torch.frombuffer(packed, dtype=torch.int32)
         numbers = numbers.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else numbers.clone()
-        B = len(stretches)
-        table, lengths, cu = numbers.split((B * width, B, B + 1))
-        table = table.view(B, width)
-        stretch = torch.repeat_interleave(torch.arange(B, device=device), cu.diff(), output_size=total)
-        # a stretch ends with its user's last event
-        places = torch.arange(total, device=device) + (lengths - cu[1:])[stretch]
-        slots = table[stretch, places // size].long() * size + places % size
-        return Lines(table, lengths, cu, stretch, places, slots, max(counts, default=0), longest)
+        table, known, cu = numbers.split((B * width, B, B + 1))
+        user = torch.repeat_interleave(torch.arange(B, device=device), cu.diff(), output_size=sum(rows))
+        return Lines(table.view(B, width), known, cu, user)
 
-    def last_slots(self, users: Sequence[Hashable]) -> list[int]:
-        """Returns the slot of each user's last event; users have at least one."""
-        size = self.pool.size
-        tables = [self._tables[user] for user in users]
-        return [table.blocks[-1] * size + (table.length - 1) % size for table in tables]
+    def slots(self, lines: Lines, places: Tensor) -> Tensor:
+        """Returns the slots (total,) of events by their numbers `places` (total,) in their users' histories."""
+        return lines.table[lines.user, places // self.pool.size].long() * self.pool.size + places % self.pool.size
+
+    def last_block(self, user: Hashable) -> int:
+        """Returns the block of a user's last event; the user has at least one."""
+        return self._packed[user][-1]
 
     def check(self) -> None:
         """Raises AssertionError, with the reason, if the books are inconsistent."""
@@ -194,22 +185,25 @@ class Histories:
         assert {user: table.blocks for user, table in self._tables.items()} == {u: list(x) for u, x in self._packed.items()}
         assert self.pool.used_blocks == sum(map(len, self._packed.values())), "a block is lost"
 
-    def _make_room(self, counts: Mapping[Hashable, int]) -> None:
+    def check_room(self, lengths: Mapping[Hashable, int]) -> None:
+        """Raises InvalidInput if users of these lengths do not fit at once, even alone."""
         pool = self.pool
-        lengths = {user: self.length(user) + count for user, count in counts.items()}
-        blocks = sum(map(pool.blocks_of, lengths.values()))
-        room = f"the pool has {pool.total:,} of {pool.size} events"
+        blocks, room = sum(map(pool.blocks_of, lengths.values())), f"the pool has {pool.total:,} of {pool.size} events"
         for user, length in lengths.items():
             if length > pool.total * pool.size:
                 needs = f"would have {length:,} events in {pool.blocks_of(length):,} blocks"
                 raise InvalidInput(f"user {shown(user)} {needs}; {room}: give the last events, or make the pool larger")
         if blocks > pool.total:
-            raise InvalidInput(f"{len(counts):,} users of one call need {blocks:,} blocks; {room}: give fewer users at once")
+            raise InvalidInput(f"{len(lengths):,} users of one call need {blocks:,} blocks; {room}: give fewer users at once")
+
+    def _make_room(self, counts: Mapping[Hashable, int]) -> None:
         for user in counts:
             if user in self._tables:
                 self._tables.move_to_end(user)
-        needed = blocks - sum(len(self._packed.get(user, ())) for user in counts)
-        while pool.available < needed:
+        needed = sum(
+            self.pool.blocks_of(self.length(user) + count) - len(self._packed.get(user, ())) for user, count in counts.items()
+        )
+        while self.pool.available < needed:
             # the users of the call are the last, and have room together
             self.forget(next(iter(self._tables)))
             self.evicted += 1

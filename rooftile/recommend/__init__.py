@@ -6,6 +6,8 @@
     layer = recommend.HSTU(64, heads=2, positions=256)                       # projection, attention, norm and gate
     model = recommend.HSTURecommender(items)                                 # model.loss(events, cu, times)
     o = recommend.target_attention(candidates, events, cu, top_k=100)        # candidates (B, M, H, D), events (total, H, D)
+    scorer = recommend.Scorer(model, room=10**6)                             # scorer.append(user, events, times)
+    scorer.score(user, items)
 
     from rooftile.recommend import data, metrics
     events = data.read_events("ml-1m").last(200)                             # or data.planted_events(...)
@@ -16,6 +18,7 @@ Inside:
 
 hstu         attention without softmax (generative recommenders)
 target       candidates against a user's history, whole or searched (DIN, SIM, ETA, TWIN)
+serving      users' histories in pages, and a scorer over them
 data         users' events from files, and drawn with planted interests
 metrics      hit rate, NDCG, and the area under the curve by group
 """
@@ -31,11 +34,12 @@ if TYPE_CHECKING:
     from rooftile.recommend.hstu.model import HSTURecommender
     from rooftile.recommend.hstu.paged.attention import hstu_attention_paged
     from rooftile.recommend.hstu.stochastic_length import stochastic_length
+    from rooftile.recommend.serving.scorer import Scorer
     from rooftile.recommend.target.attention import target_attention, target_attention_with_events
     from rooftile.recommend.target.search.simhash import simhash, simhash_planes
 
 __all__ = [
-    "HSTU", "HSTURecommender", "RelativeBias", "hstu_attention", "hstu_attention_paged", "simhash", "simhash_planes",
+    "HSTU", "HSTURecommender", "RelativeBias", "Scorer", "hstu_attention", "hstu_attention_paged", "simhash", "simhash_planes",
     "stochastic_length", "target_attention", "target_attention_with_events", "time_edges",
 ]  # fmt: skip
 
@@ -44,6 +48,7 @@ __getattr__ = late_names(
     {
         "hstu_attention": "rooftile.recommend.hstu.attention",
         "hstu_attention_paged": "rooftile.recommend.hstu.paged.attention", "RelativeBias": "rooftile.recommend.hstu.bias",
+        "Scorer": "rooftile.recommend.serving.scorer",
         "time_edges": "rooftile.recommend.hstu.bias", "HSTU": "rooftile.recommend.hstu.layer",
         "HSTURecommender": "rooftile.recommend.hstu.model", "stochastic_length": "rooftile.recommend.hstu.stochastic_length",
         "target_attention": "rooftile.recommend.target.attention",

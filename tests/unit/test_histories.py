@@ -9,7 +9,6 @@ import torch
 
 from rooftile.errors import InvalidInput
 from rooftile.kvcache import Histories, Pages
-from rooftile.kvcache.histories import Stretch
 
 
 def histories(blocks: int = 6, size: int = 4) -> Histories:
@@ -76,20 +75,21 @@ def test_lines_name_each_event_its_slot() -> None:
             continue
         before = {user: books.length(user) for user in users}
         with books.growing(counts):
-            stretches = [Stretch(user, before[user], books.length(user)) for user in users]
-            lines = books.lines(stretches)
-        for n, place, slot in zip(lines.stretch.tolist(), lines.places.tolist(), lines.slots.tolist(), strict=True):
+            lines = books.lines(users, list(counts.values()))
+        places = torch.cat([torch.arange(before[user], books.length(user)) for user in users])
+        for n, place, slot in zip(lines.user.tolist(), places.tolist(), books.slots(lines, places).tolist(), strict=True):
             written[slot] = (users[n], place)
         assert lines.lengths.tolist() == [books.length(user) for user in users]
         assert lines.cu.diff().tolist() == list(counts.values())
-        assert (lines.rows, lines.longest) == (max(counts.values()), max(books.length(user) for user in users))
-        every = books.lines([Stretch(user, 0, books.length(user)) for user in books])
         order = list(books)
-        found = [written[slot] for slot in every.slots.tolist()]
-        assert found == [(order[n], place) for n, place in zip(every.stretch.tolist(), every.places.tolist(), strict=True)]
+        every = books.lines(order, [books.length(user) for user in order])
+        places = torch.cat([torch.arange(books.length(user)) for user in order])
+        found = [written[slot] for slot in books.slots(every, places).tolist()]
+        assert found == [(order[n], place) for n, place in zip(every.user.tolist(), places.tolist(), strict=True)]
+        for user in order:
+            if last := books.length(user):
+                assert written[books.last_block(user) * 4 + (last - 1) % 4] == (user, last - 1)
         books.check()
-    known = [user for user in books if books.length(user)]
-    assert [written[slot] for slot in books.last_slots(known)] == [(user, books.length(user) - 1) for user in known]
     assert books.evicted > 5
 
 

@@ -93,16 +93,34 @@ class HSTU(nn.Module):
             contextual, positions, targets: as in `hstu_attention`.
             times: seconds per row; read if the layer has buckets.
         """
-        u, v, q, k = F.silu(self.project(self.norm(x))).split(self.widths, dim=-1)
-        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v))
-        bias, has_positions, has_times = None, self.position_table is not None, self.time_table is not None
-        if has_positions or has_times:
-            bias = RelativeBias(self.position_table, self.time_table, self.edges)
+        u, q, k, v = self.projected(x)
         y = hstu_attention(
-            q, k, v, cu, alpha=self.attention_dim**-0.5, mask=self.mask, bias=bias, contextual=contextual, targets=targets,
-            positions=positions if has_positions else None, times=times if has_times else None,
+            q, k, v, cu, alpha=self.alpha, mask=self.mask, bias=self.bias, contextual=contextual, targets=targets,
+            positions=None if self.position_table is None else positions, times=None if self.time_table is None else times,
             scale=self.scale, backend=self.backend,
         )  # fmt: skip
+        return self.gated(x, y, u)
+
+    @property
+    def alpha(self) -> float:
+        """The factor of the scores."""
+        return self.attention_dim**-0.5
+
+    @property
+    def bias(self) -> RelativeBias | None:
+        """The layer's tables; None if it has none."""
+        if self.position_table is None and self.time_table is None:
+            return None
+        return RelativeBias(self.position_table, self.time_table, self.edges)
+
+    def projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns u (total, H head_dim), and q, k and v (total, H, dim), of rows x (total, dim)."""
+        u, v, q, k = F.silu(self.project(self.norm(x))).split(self.widths, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in (q, k, v))
+        return u, q, k, v
+
+    def gated(self, x: Tensor, y: Tensor, u: Tensor) -> Tensor:
+        """Returns the layer's output (total, dim): from its rows x, the attention's output y (total, H, head_dim) and the gate u."""
         gated = F.layer_norm(y.flatten(-2), (y.shape[-2] * y.shape[-1],), eps=self.eps) * u
         out: Tensor = x + self.out(F.dropout(gated, self.dropout, self.training))
         return out

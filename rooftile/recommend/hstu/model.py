@@ -83,10 +83,14 @@ class HSTURecommender(nn.Module):
             last = torch.as_tensor(targets, device=events.device).expand(lengths.shape)
             end = torch.repeat_interleave(lengths - last, lengths, output_size=events.shape[0])
             place = torch.minimum(place, end)
-        x = self.embedding(events) * self.embedding.embedding_dim**0.5 + self.place(place)
-        x = F.dropout(x, self.dropout, self.training)
+        x = F.dropout(self.embedded(events, place), self.dropout, self.training)
         for layer in self.layers:
             x = layer(x, cu, times=times, targets=targets)
+        return x
+
+    def embedded(self, events: Tensor, place: Tensor) -> Tensor:
+        """Returns the rows (total, dim) that enter the first layer: of items, each with its number in the user's history."""
+        x: Tensor = self.embedding(events) * self.embedding.embedding_dim**0.5 + self.place(place)
         return x
 
     def loss(

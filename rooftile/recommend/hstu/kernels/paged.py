@@ -171,7 +171,10 @@ def _share_of(walk, begin, stop, KEYS: tl.constexpr):
 
 
 # fmt: off
-@triton.jit(do_not_specialize=["B", "H", "total", "table_stride", "share"])
+@triton.jit(
+    do_not_specialize=["B", "H", "total", "table_stride", "share"],
+    do_not_specialize_on_alignment=["cu_ptr", "lengths_ptr", "table_ptr"],
+)
 def _paged(
     q_ptr, y_ptr, cu_ptr, lengths_ptr, table_ptr, k_ptr, v_ptr, k_scale_ptr, v_scale_ptr, own_k_ptr, own_v_ptr, position_ptr,
     time_ptr, edges_ptr, row_times_ptr, key_times_ptr, q_strides, own_k_strides, own_v_strides, strides, k_head, v_head, table_stride,
@@ -245,7 +248,7 @@ def _paged(
         tl.store(y_tile, (acc * user.factor).to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["B", "H", "total", "share"])
+@triton.jit(do_not_specialize=["B", "H", "total", "share"], do_not_specialize_on_alignment=["cu_ptr", "lengths_ptr"])
 def _add_shares(
     sums_ptr, y_ptr, cu_ptr, lengths_ptr, B, H, total, share, scale, ROWS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr
 ):  # fmt: skip
