@@ -56,6 +56,7 @@ class PagedShape(NamedTuple):
     CONTEXTUAL: bool
     TARGETS: bool  # rows are candidates, with keys and values of their own
     POSITIONS: bool
+    PLACED: bool  # positions of the caller's own, which there are none of
     TIMES: bool
     PRECISION: str
     SIZE: int  # events per block
@@ -147,7 +148,7 @@ def _walk_pages(
             last = tl.max(tl.where(present, times, -NEVER))
             key_times = times[None, :]
         x, low, high = scores(
-            x, i[:, None], j[None, :], row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
+            x, tl.minimum(i, user.end)[:, None], j[None, :], row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
         )
         w, _ = silu(x)
         if MASKED:
@@ -203,7 +204,7 @@ def _paged(
         row_0 - before, before + rows, length, length * 0, numbers.scale, position_ptr + h * numbers.position_step,
         time_ptr + h * numbers.time_step,
     )
-    tensors = UserTensors(cu_ptr, cu_ptr, position_ptr, time_ptr, edges_ptr, row_times_ptr, row_times_ptr)
+    tensors = UserTensors(cu_ptr, cu_ptr, position_ptr, time_ptr, edges_ptr, row_times_ptr, row_times_ptr, cu_ptr)
     pages = PageTensors(
         k_ptr + h_wide * k_head, v_ptr + h_wide * v_head, k_scale_ptr + h, v_scale_ptr + h,
         table_ptr + b.to(tl.int64) * table_stride, key_times_ptr,
@@ -295,7 +296,7 @@ def forward(q: Tensor, given: Pages, problem: Problem) -> Tensor:
     bounds = problem.mask.left, problem.mask.right, problem.mask.prefix
     flags = (
         *(n is not None for n in bounds), bool(problem.mask.chunks), False, own_k is not None, given.position_table is not None,
-        given.time_table is not None,
+        False, given.time_table is not None,
     )  # fmt: skip
     cu, table, lengths = given.cu, cache.table.contiguous(), cache.lengths.contiguous()
     slots = (total // tile.rows + B) * H
