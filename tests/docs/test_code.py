@@ -17,7 +17,10 @@ from tests.docs.pages import NAMES, ROOT, printed_errors, program, run_script
 WITH_CODE = [name for name in NAMES if program(ROOT / name)]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 # what an example is asked for here, if a run as its reader makes it takes long
-SHORT = {"train_hstu.py": ("--steps", "15", "--users", "100")}
+SHORT = {
+    "train_hstu.py": ("--steps", "15", "--users", "100"),
+    "score_candidates.py": ("--steps", "5", "--users", "100"),
+}
 DOCUMENTED = {
     name: thing
     for module, names in (

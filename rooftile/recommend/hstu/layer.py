@@ -120,7 +120,7 @@ class HSTU(nn.Module):
         return u, q, k, v
 
     def gated(self, x: Tensor, y: Tensor, u: Tensor) -> Tensor:
-        """Returns the layer's output (total, dim): from its rows x, the attention's output y (total, H, head_dim) and the gate u."""
+        """Returns the layer's output (total, dim) from its rows x, the attention's output y (total, H, head_dim) and gate u."""
         gated = F.layer_norm(y.flatten(-2), (y.shape[-2] * y.shape[-1],), eps=self.eps) * u
         out: Tensor = x + self.out(F.dropout(gated, self.dropout, self.training))
         return out

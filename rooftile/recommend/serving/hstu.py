@@ -86,8 +86,7 @@ def _check(layer: HSTU) -> None:
         raise Unsupported(f"attention_dim is {layer.attention_dim} and head_dim is {layer.head_dim}; pages have one for both")
 
 
-def reader_of(model: object, blocks: int, block_size: int, dtype: torch.dtype) -> HSTUReader:
-    """Returns the way in which a model reads users."""
+def check_model(model: object) -> HSTURecommender:
     if not isinstance(model, HSTURecommender):
         raise InvalidInput(f"model is {shown(type(model).__name__)}; must be a rooftile.recommend.HSTURecommender")
-    return HSTUReader(model, blocks, block_size, dtype)
+    return model

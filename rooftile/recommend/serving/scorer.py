@@ -15,7 +15,7 @@ from rooftile.kvcache.histories import Histories
 from rooftile.kvcache.operators import LARGEST
 from rooftile.kvcache.specs import bytes_in_words
 from rooftile.recommend.hstu.model import HSTURecommender
-from rooftile.recommend.serving.hstu import reader_of
+from rooftile.recommend.serving.hstu import HSTUReader, check_model
 from rooftile.recommend.serving.requests import Appended, Asked, check_appended, check_asked, check_user
 from rooftile.runtime.arguments import check_count, shown
 from rooftile.runtime.words import answers_foreign_words, answers_words
@@ -44,13 +44,14 @@ class Scorer:
     Scores equal those of the model over the whole history, up to rounding.
 
     Args:
-        model: an `HSTURecommender`, whose layers are causal and have a fixed scale; it is put into its mode of evaluation. To train
-            it further, give the scorer a copy, or `clear` it afterwards.
+        model: an `HSTURecommender`, whose layers are causal and have a fixed scale; it is put into evaluation mode. To train it
+            further, give the scorer a copy, or `clear` it afterwards.
         room: how many events of all users there is room for.
         block_size: events per block, a power of two; a user wastes half a block on average.
-        head: turns the states (n, dim) of candidates into scores (n,), as a ranking model was trained. None scores by the cosine of
-            the state after the user's last event and the item, as `HSTURecommender.scores` does.
-        keep: how many of the last events are read anew when a history would become longer than `model.longest`. None refuses that.
+        head: turns the states (n, dim) of candidates into scores (n,), as a ranking model was trained. None scores by the cosine
+            of the state after the user's last event and the item, as `HSTURecommender.scores` does.
+        keep: how many of the last events are read anew when a history would become longer than `model.longest`. None refuses
+            that.
         kv_dtype: of the pages: "auto" for the model's, "bfloat16", "float16" or "float32", or "fp8" and "int8" with a scale per
             head of an event.
 
@@ -77,8 +78,8 @@ class Scorer:
         room, block_size = check_count("room", room), check_count("block_size", block_size)
         if head is not None and not callable(head):
             raise InvalidInput(f"head is {shown(head)}; must turn states (n, dim) into scores (n,), or be None")
-        self._reader = reader_of(model, -(-room // block_size), block_size, _dtype_of(kv_dtype, model))
-        self.model = model.eval()
+        self.model = check_model(model).eval()
+        self._reader = HSTUReader(model, -(-room // block_size), block_size, _dtype_of(kv_dtype, model))
         if keep is not None and check_count("keep", keep) >= model.longest:
             raise InvalidInput(f"keep is {keep}; must be below the model's longest, {model.longest}, so that further events fit")
         self.head, self.keep = head, keep
@@ -263,8 +264,8 @@ class Scorer:
                 raise InvalidInput(f"user {shown(x.user)} has no items; candidates are read one by one: give their numbers")
             if length >= self.model.longest:
                 raise InvalidInput(
-                    f"user {shown(x.user)} has {length:,} events, the model's longest; a candidate would stand behind them: forget "
-                    "the user and append fewer, or give keep="
+                    f"user {shown(x.user)} has {length:,} events, the model's longest; a candidate would stand behind them: "
+                    "forget the user and append fewer, or give keep="
                 )
             at = self._last_times.get(x.user, 0) if x.at is None else x.at
             users.append(x.user)
