@@ -273,7 +273,8 @@ class Scorer:
             times.append(torch.full_like(x.items, at))
             places.append(torch.full_like(x.items, length))
         lines = self.histories.lines(users, [len(x) for x in items])
-        return self._reader.candidates(*self._on_device(items, times, places), lines)
+        items_, times_, places_ = self._on_device(items, times, places)
+        return self._reader.candidates(items_, times_, places_, lines)
 
     def _last_states(self, asked: list[Asked]) -> Tensor:
         """The states (B, dim) after users' last events."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from rooftile.cost.session import Session
 from rooftile.exact.spec import DTYPES
 from rooftile.hardware.clock import clock_for
-from rooftile.recommend import HSTURecommender, Scorer
+from rooftile.recommend import HSTU, HSTURecommender, Scorer
 from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import contest, refused, times_of, with_measures
 from rooftile_lab.bench.run import Progress
@@ -79,10 +79,15 @@ def _sizes(kind: str, sizes: str) -> tuple[int, int, int]:
 def problem_of(heads: int, dim: int, B: int, M: int, N: int, device: torch.device, dtype: torch.dtype) -> Problem:
     """Draws a model whose tables are not zero, and users."""
     model = HSTURecommender(ITEMS, dim=heads * dim, heads=heads, layers=2, longest=N + MORE, buckets=0, device=device).eval()
-    for layer in model.layers:
+    for layer in layers_of(model):
+        assert layer.position_table is not None
         torch.nn.init.normal_(layer.position_table, std=0.1)
     events, candidates = (torch.randint(ITEMS, (B, n), device=device) for n in (N, M))
     return Problem(model.to(dtype), events, candidates)
+
+
+def layers_of(model: HSTURecommender) -> list[HSTU]:
+    return [layer for layer in model.layers if isinstance(layer, HSTU)]
 
 
 def filled(problem: Problem, kv_dtype: str) -> Scorer:
@@ -131,8 +136,8 @@ def refusal(who: str, scorer: Scorer, problem: Problem) -> str:
 def roof_of(who: str, problem: Problem, phase: str, scorers: dict[str, Scorer], session: Session) -> Any:
     """The products with the histories and the bytes of the pages; anew all pairs' products, and keys and values once."""
     B, N = problem.events.shape
-    M, layers = problem.candidates.shape[1], problem.model.layers
-    width = sum(layer.heads * layer.head_dim for layer in layers)
+    M = problem.candidates.shape[1]
+    width = sum(layer.heads * layer.head_dim for layer in layers_of(problem.model))
     rows = M if phase == "score" else 1
     if who == "anew":
         pairs = N * (N + 1) // 2 + (M * (N + 1) if phase == "score" else 0)
