@@ -6,6 +6,7 @@
     layer = recommend.HSTU(64, heads=2, positions=256)                       # projection, attention, norm and gate
     model = recommend.HSTURecommender(items)                                 # model.loss(events, cu, times)
     o = recommend.target_attention(candidates, events, cu, top_k=100)        # candidates (B, M, H, D), events (total, H, D)
+    clicks = recommend.TargetRecommender(items)                              # clicks.scores(events, cu, candidates)
 
     from rooftile.recommend import data, metrics
     events = data.read_events("ml-1m").last(200)                             # or data.planted_events(...)
@@ -31,11 +32,12 @@ if TYPE_CHECKING:
     from rooftile.recommend.hstu.model import HSTURecommender
     from rooftile.recommend.hstu.stochastic_length import stochastic_length
     from rooftile.recommend.target.attention import target_attention, target_attention_with_events
+    from rooftile.recommend.target.model import TargetRecommender
     from rooftile.recommend.target.search.simhash import simhash, simhash_planes
 
 __all__ = [
-    "HSTU", "HSTURecommender", "RelativeBias", "hstu_attention", "simhash", "simhash_planes", "stochastic_length",
-    "target_attention", "target_attention_with_events", "time_edges",
+    "HSTU", "HSTURecommender", "RelativeBias", "TargetRecommender", "hstu_attention", "simhash", "simhash_planes",
+    "stochastic_length", "target_attention", "target_attention_with_events", "time_edges",
 ]  # fmt: skip
 
 __getattr__ = late_names(
@@ -46,6 +48,7 @@ __getattr__ = late_names(
         "HSTURecommender": "rooftile.recommend.hstu.model", "stochastic_length": "rooftile.recommend.hstu.stochastic_length",
         "target_attention": "rooftile.recommend.target.attention",
         "target_attention_with_events": "rooftile.recommend.target.attention",
+        "TargetRecommender": "rooftile.recommend.target.model",
         "simhash": "rooftile.recommend.target.search.simhash", "simhash_planes": "rooftile.recommend.target.search.simhash",
     },
 )  # fmt: skip
