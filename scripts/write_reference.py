@@ -236,11 +236,12 @@ PAGES = (
                 ("target_attention", "target_attention_with_events", "simhash", "simhash_planes"),
             ),
             Section(
-                "Layers and training", "rooftile.recommend", ("HSTU", "HSTURecommender", "stochastic_length"),
+                "Layers and training", "rooftile.recommend",
+                ("HSTU", "HSTURecommender", "TargetRecommender", "stochastic_length"),
             ),
             Section(
                 "Events of users", "rooftile.recommend.data",
-                ("Events", "packed", "without_last", "read_events", "planted_events", "Planted"),
+                ("Events", "packed", "without_last", "read_events", "planted_events", "Planted", "planted_clicks", "Clicks"),
             ),
             Section("Measures", "rooftile.recommend.metrics", ("ranks", "hit_rate", "ndcg", "auc")),
         ),

@@ -8,6 +8,7 @@
     o = recommend.target_attention(candidates, events, cu, top_k=100)        # candidates (B, M, H, D), events (total, H, D)
     scorer = recommend.Scorer(model, room=10**6)                             # scorer.append(user, events, times)
     scorer.score(user, items)
+    clicks = recommend.TargetRecommender(items)                              # clicks.scores(events, cu, candidates)
 
     from rooftile.recommend import data, metrics
     events = data.read_events("ml-1m").last(200)                             # or data.planted_events(...)
@@ -36,11 +37,12 @@ if TYPE_CHECKING:
     from rooftile.recommend.hstu.stochastic_length import stochastic_length
     from rooftile.recommend.serving.scorer import Scorer
     from rooftile.recommend.target.attention import target_attention, target_attention_with_events
+    from rooftile.recommend.target.model import TargetRecommender
     from rooftile.recommend.target.search.simhash import simhash, simhash_planes
 
 __all__ = [
-    "HSTU", "HSTURecommender", "RelativeBias", "Scorer", "hstu_attention", "hstu_attention_paged", "simhash", "simhash_planes",
-    "stochastic_length", "target_attention", "target_attention_with_events", "time_edges",
+    "HSTU", "HSTURecommender", "RelativeBias", "Scorer", "TargetRecommender", "hstu_attention", "hstu_attention_paged", "simhash",
+    "simhash_planes", "stochastic_length", "target_attention", "target_attention_with_events", "time_edges",
 ]  # fmt: skip
 
 __getattr__ = late_names(
@@ -53,6 +55,7 @@ __getattr__ = late_names(
         "HSTURecommender": "rooftile.recommend.hstu.model", "stochastic_length": "rooftile.recommend.hstu.stochastic_length",
         "target_attention": "rooftile.recommend.target.attention",
         "target_attention_with_events": "rooftile.recommend.target.attention",
+        "TargetRecommender": "rooftile.recommend.target.model",
         "simhash": "rooftile.recommend.target.search.simhash", "simhash_planes": "rooftile.recommend.target.search.simhash",
     },
 )  # fmt: skip
