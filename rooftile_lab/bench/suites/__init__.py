@@ -106,6 +106,7 @@ SUITES = {
         Suite("hstu", "HSTU attention beside the public kernels' way, softmax attention, and dense users."),
         Suite("target-attention", "Candidates against histories, whole and searched, beside PyTorch's gather and a copy."),
         Suite("scorer", "Users scored and appended from pages, beside a model that reads each history anew."),
+        Suite("user-histories", "Small models of clicks trained on users' last n events: AUC, time and bytes by length."),
         Suite("long", "The longest shapes under load: clock, power and the chip's counters beside the peers."),
         Suite("cpu", "Exact attention on a CPU beside PyTorch's kernel, and the memory of a long sequence."),
         Suite("training", "Whole training steps of Transformers models with eager attention, SDPA and Rooftile."),
