@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import draft_figure
+import histories_figure
 import speed_figures
 import study_figures
 from speed_figures import RESULTS
@@ -211,6 +212,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "figures/context.svg": partial(study_figures.contexts, RESULTS),
     "figures/loads.svg": partial(study_figures.loads, RESULTS),
     "figures/drafts.svg": draft_figure.gains,
+    "figures/histories.svg": partial(histories_figure.lengths, RESULTS),
     # the README chooses by GitHub's setting, which may differ from the system's
     "figures/speed-light.svg": partial(speed_figures.draw, "hopper", "light"),
     "figures/speed-dark.svg": partial(speed_figures.draw, "hopper", "dark"),

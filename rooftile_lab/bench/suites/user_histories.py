@@ -38,8 +38,8 @@ PLAN = Plan(
     whole=1024,
     stages=(
         Stage(length=64, steps=240, users=32),
-        Stage(length=256, steps=40, users=16),
-        Stage(length=1024, steps=16, users=8),
+        Stage(length=256, steps=60, users=16),
+        Stage(length=1024, steps=48, users=8),
     ),
 )
 
