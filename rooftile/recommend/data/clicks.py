@@ -20,8 +20,8 @@ class Clicks(NamedTuple):
         categories: (items,) int64, the category of each item.
         candidates: (B, M) int64, items.
         labels: (B, M) bool.
-        distance: (B, M) int64, how many events back the last event of the candidate's group lies, 1 for the last one; 0 if the
-            user has none.
+        distance: (B, M) int64, how many events back the last event of the candidate's group lies, 1 for the last one; 0 if there
+            is no such event.
     """
 
     events: Events
@@ -88,7 +88,7 @@ def planted_clicks(
     # a user's groups in random order: interests, period by period, and then those that it never saw
     order = torch.rand(users, categories * groups, generator=generator).argsort(1)
     group, last = _history(order[:, :planted].unflatten(1, (len(ends), interests)), length, ends, times, generator)
-    size = (groups + 2) * per_group  # of a category
+    size = (groups + 2) * per_group  # items in a category
     first = group.div(groups, rounding_mode="floor") * size + group.remainder(groups) * per_group
     of_group = first + drawn(per_group, users, length)
     other = drawn(categories, users, length) * size + groups * per_group + drawn(2 * per_group, users, length)
