@@ -43,7 +43,7 @@ class Group(NamedTuple):
     rows: Tensor  # (G, R) of all rows
     there: Tensor  # (G, R)
     i: Tensor  # (G, R, 1): the row's number among the user's
-    layout: Layout  # of tensors (G, 1, 1)
+    layout: Layout  # its numbers are tensors (G, 1, 1)
 
 
 def forward(q: Tensor, given: Pages, problem: Problem) -> Tensor:
