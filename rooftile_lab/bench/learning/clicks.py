@@ -72,7 +72,7 @@ class HSTURanker(nn.Module):
         self.trunk = HSTURecommender(items, dim=plan.dim, heads=plan.heads, layers=1, longest=longest, buckets=0, dropout=0.0)
         for layer in self.trunk.layers:
             # the user's rows divide, which become more from stage to stage
-            layer.scale = None
+            layer.scale = None  # type: ignore[assignment]
         self.head = nn.Linear(plan.dim, 1)
 
     def forward(self, events: Tensor, cu: Tensor, candidates: Tensor) -> Tensor:
