@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,8 @@ class Histories:
         self._tables: OrderedDict[Hashable, BlockTable] = OrderedDict()  # least recently used first
         # each table's blocks once more, as bytes that are copied whole: thousands of Python's ints would take a millisecond
         self._packed: dict[Hashable, array[int]] = {}
+        self.notes: dict[Hashable, Any] = {}
+        """Whatever else is known about a user; it is forgotten with the history."""
         self.evicted = 0
         """How many histories made room for others so far."""
 
@@ -99,6 +101,13 @@ class Histories:
         """Returns the bytes that a user's blocks take; 0 if the user is unknown."""
         return len(self._packed.get(user, ())) * self.block_bytes
 
+    def in_words(self, user: Hashable) -> str:
+        """Says how many bytes a user's blocks take, and which share of them is empty."""
+        events, taken = self.length(user), self.nbytes(user)
+        slots = taken // self.block_bytes * self.pool.size
+        empty = f", {1 - events / slots:.0%} of it empty" if slots else ""
+        return f"{events:,} events in {slots:,} slots = {bytes_in_words(taken)}{empty}"
+
     def use(self, user: Hashable) -> None:
         """Makes a user the last who makes room for others.
 
@@ -115,6 +124,7 @@ class Histories:
             return False
         self.pool.free(self._tables.pop(user))
         del self._packed[user]
+        self.notes.pop(user, None)
         return True
 
     @contextmanager

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.recommend import HSTURecommender, Scorer
+from rooftile.recommend.serving import users
+from rooftile.recommend.serving.hstu import HSTUReader
 
 ITEMS, LONGEST = 60, 40
 
@@ -151,8 +153,38 @@ def test_a_history_longer_than_the_model_s() -> None:
     kept.append("ann", events[:38], times[:38])
     assert kept.append("ann", events[38:41], times[38:41]) == 25
     torch.testing.assert_close(kept.state("ann"), states_anew(model, events[16:41], times[16:41])[-1])
-    assert kept.append("ann", events[41:], times[41:]) == 25
+    # a history that is cut always leaves a place for candidates
+    assert kept.append("ann", events[41:55], times[41:55]) == 39
+    assert len(kept.candidate_states("ann", [1])) == 1
+    assert kept.append("ann", events[55:], times[55:]) == 25
     torch.testing.assert_close(kept.state("ann"), states_anew(model, events[35:], times[35:])[-1])
+
+
+def test_an_error_between_passes_leaves_all_users_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first pass ends in a block that also has its user's last event before the call; the second finds no memory."""
+    monkeypatch.setattr(users, "ROWS", 4)
+    model = made()
+    scorer = Scorer(model, room=100, block_size=4)
+    events, times = USERS["ann"]
+    scorer.append("ann", events[:5], times[:5])
+    passes = []
+
+    def fails(self: HSTUReader, *arguments: Any) -> Tensor:
+        passes.append(len(arguments[0]))
+        if len(passes) == 3:
+            raise MemoryError("no memory")
+        return read(self, *arguments)
+
+    read = HSTUReader.read
+    monkeypatch.setattr(HSTUReader, "read", fails)
+    with pytest.raises(MemoryError):
+        scorer.append_many([("ann", events[5:7], times[5:7]), (7, *USERS[7])])
+    assert passes == [4, 4, 4]
+    assert (list(scorer), scorer.histories.length("ann")) == (["ann"], 5)
+    torch.testing.assert_close(scorer.state("ann"), states_anew(model, events[:5], times[:5])[-1])
+    scorer.append("ann", events[5:], times[5:])
+    torch.testing.assert_close(scorer.state("ann"), states_anew(model, events, times)[-1])
+    scorer.histories.check()
 
 
 def test_calls_from_threads() -> None:

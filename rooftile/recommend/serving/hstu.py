@@ -45,8 +45,11 @@ class HSTUReader:
         self.times = self.pages.add_plane("times", block_size, dtype=torch.int64)
         self.states = self.pages.add_plane("states", model.embedding.embedding_dim, dtype=weight.dtype)
 
-    def read(self, items: Tensor, times: Tensor, places: Tensor, slots: Tensor, lines: Lines) -> None:
-        """Reads events (total,), each user's last, into their slots; lengths count them already."""
+    def read(self, items: Tensor, times: Tensor, places: Tensor, slots: Tensor, lines: Lines) -> Tensor:
+        """Reads events (total,), each user's last, into their slots; lengths count them already.
+
+        Returns the states (B, dim) after each user's last row, which it does not keep: see `keep`.
+        """
         self.items.view(-1)[slots] = items
         self.times.view(-1)[slots] = times
         x = self.model.embedded(items, places)
@@ -54,8 +57,11 @@ class HSTUReader:
             u, q, k, v = layer.projected(x)
             self.pages.write(n, k, v, slots)
             x = layer.gated(x, self._attention(n, layer, q, lines, times, None), u)
-        last = lines.cu[1:].long() - 1
-        self.states[slots[last] // self.items.shape[1]] = x[last].to(self.states.dtype)
+        return x[lines.cu[1:].long() - 1]
+
+    def keep(self, states: Tensor, blocks: Tensor) -> None:
+        """Keeps the states (B, dim) after users' last events, which are in the blocks (B,)."""
+        self.states[blocks] = states.to(self.states.dtype)
 
     def candidates(self, items: Tensor, times: Tensor, places: Tensor, lines: Lines) -> Tensor:
         """Returns the states (total, dim) of candidates (total,), which do not see each other; writes nothing."""

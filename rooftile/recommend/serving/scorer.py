@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from rooftile.errors import InvalidInput
-from rooftile.kvcache.histories import Histories
 from rooftile.kvcache.operators import LARGEST
 from rooftile.kvcache.specs import bytes_in_words
 from rooftile.recommend.hstu.model import HSTURecommender
 from rooftile.recommend.serving.hstu import HSTUReader, check_model
 from rooftile.recommend.serving.requests import Appended, Asked, check_appended, check_asked, check_user
+from rooftile.recommend.serving.users import Users
 from rooftile.runtime.arguments import check_count, shown
 from rooftile.runtime.words import answers_foreign_words, answers_words
 
-# rows that go through the layers at once: a bound of the memory that a long history takes while it is read
-ROWS = 8192
 FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-
-
-class Stretch(NamedTuple):
-    """Events of a user that a pass reads."""
-
-    user: Hashable
-    events: Tensor
-    times: Tensor
-    first: int  # the number of the first among the user's events
 
 
 @answers_words
@@ -50,8 +39,8 @@ class Scorer:
         block_size: events per block, a power of two; a user wastes half a block on average.
         head: turns the states (n, dim) of candidates into scores (n,), as a ranking model was trained. None scores by the cosine
             of the state after the user's last event and the item, as `HSTURecommender.scores` does.
-        keep: how many of the last events are read anew when a history would become longer than `model.longest`. None refuses
-            that.
+        keep: how many of the last events are read anew when a history would reach `model.longest`, which leaves no place for
+            candidates. None refuses a longer one.
         kv_dtype: of the pages: "auto" for the model's, "bfloat16", "float16" or "float32", or "fp8" and "int8" with a scale per
             head of an event.
 
@@ -79,12 +68,11 @@ class Scorer:
         if head is not None and not callable(head):
             raise InvalidInput(f"head is {shown(head)}; must turn states (n, dim) into scores (n,), or be None")
         self.model = check_model(model).eval()
-        self._reader = HSTUReader(model, -(-room // block_size), block_size, _dtype_of(kv_dtype, model))
+        self._users = Users(HSTUReader(model, -(-room // block_size), block_size, _dtype_of(kv_dtype, model)))
         if keep is not None and check_count("keep", keep) >= model.longest:
             raise InvalidInput(f"keep is {keep}; must be below the model's longest, {model.longest}, so that further events fit")
         self.head, self.keep = head, keep
-        self.histories = Histories(self._reader.pages)
-        self._last_times: dict[Hashable, int] = {}
+        self.histories = self._users.histories
         self._lock = RLock()
         self._weights = self._stamp()
 
@@ -109,11 +97,7 @@ class Scorer:
     def memory(self, user: Hashable) -> str:
         """Says how many bytes a user's history takes."""
         with self._lock:
-            books = self.histories
-            events, taken = books.length(user), books.nbytes(user)
-            slots = taken // books.block_bytes * books.pool.size
-            empty = f", {1 - events / slots:.0%} of it empty" if slots else ""
-            return f"{events:,} events in {slots:,} slots = {bytes_in_words(taken)}{empty}"
+            return self.histories.in_words(user)
 
     @answers_foreign_words
     def append(self, user: Hashable, events: Tensor | Sequence[int], times: Tensor | Sequence[int] | None = None) -> int:
@@ -133,20 +117,8 @@ class Scorer:
         """Appends events of several users at once: (user, events) or (user, events, times) each; returns their lengths."""
         with self._lock, torch.no_grad():
             self._check_weights()
-            given = check_appended(batch, self.model.items, self._reader.timed, self._last_times.get)
-            given, anew = self._within_longest(given)
-            lengths = {x.user: x.events.shape[0] + (0 if x.user in anew else self.histories.length(x.user)) for x in given}
-            self.histories.check_room(lengths)
-            for user in anew:
-                self.forget(user)
-            with self.histories.growing({x.user: x.events.shape[0] for x in given}):
-                for part in stretches(given, lengths):
-                    self._read(part)
-            for x in given:
-                if x.times.numel():
-                    self._last_times[x.user] = int(x.times[-1])
-            self._last_times = {user: t for user, t in self._last_times.items() if user in self.histories}
-            return [lengths[x.user] for x in given]
+            given = check_appended(batch, self.model.items, self._users.reader.timed, self._users.last_time)
+            return self._users.append(*self._within_longest(given))
 
     @answers_foreign_words
     def score(self, user: Hashable, items: Tensor | Sequence[int] | None = None, at: int | None = None) -> Tensor:
@@ -179,7 +151,7 @@ class Scorer:
                     )
                 return self._cosines(self._asked(batch, at))
             asked = self._asked(batch, at)
-            scores, counts = self.head(self._candidates(asked)), [len(x.items) for x in asked if x.items is not None]
+            scores, counts = self.head(self._users.candidates(asked)), [len(x.items) for x in asked if x.items is not None]
             if not isinstance(scores, Tensor) or scores.shape != (sum(counts),):
                 raise InvalidInput(f"head has returned {shown(scores)}; must be a score per candidate, ({sum(counts)},)")
             return list(scores.split(counts))
@@ -188,18 +160,17 @@ class Scorer:
     def candidate_states(self, user: Hashable, items: Tensor | Sequence[int], at: int | None = None) -> Tensor:
         """Returns the states (n, dim) of candidates as the model reads them behind the history; each sees that and itself."""
         with self._lock, torch.no_grad():
-            return self._candidates(self._asked([(user, items)], at))
+            return self._users.candidates(self._asked([(user, items)], at))
 
     def state(self, user: Hashable) -> Tensor:
         """Returns the state (dim,) after a user's last event."""
         with self._lock, torch.no_grad():
-            return self._last_states(self._asked([(user,)], None))[0].clone()
+            return self._users.last_states(self._asked([(user,)], None))[0].clone()
 
     def forget(self, user: Hashable) -> bool:
         """Forgets a user; returns whether the user was known."""
         with self._lock:
-            self._last_times.pop(check_user(user), None)
-            return self.histories.forget(user)
+            return self.histories.forget(check_user(user))
 
     def clear(self) -> None:
         """Forgets all users, for instance since the model has learned."""
@@ -210,7 +181,8 @@ class Scorer:
 
     def _within_longest(self, given: list[Appended]) -> tuple[list[Appended], set[Hashable]]:
         """Cuts histories that would be too long to their last events; returns whose have to be read anew."""
-        longest, anew = self.model.longest, set()
+        # behind a history that is cut a candidate has room
+        longest, anew = self.model.longest - (self.keep is not None), set()
         for n, x in enumerate(given):
             length, more = self.histories.length(x.user), x.events.shape[0]
             if length + more <= longest:
@@ -220,29 +192,11 @@ class Scorer:
                     f"user {shown(x.user)} has {length:,} events and gets {more:,}; the model's longest is {longest:,}, and what "
                     "later events have seen cannot be dropped: forget the user and append the last events, or give keep="
                 )
-            events, times = self._kept(x.user)
+            events, times = self._users.kept(x.user)
             last = slice(-self.keep, None)
             given[n] = Appended(x.user, torch.cat([events, x.events])[last], torch.cat([times, x.times])[last])
             anew.add(x.user)
         return given, anew
-
-    def _kept(self, user: Hashable) -> tuple[Tensor, Tensor]:
-        """A user's events and times, on the host."""
-        length = self.histories.length(user)
-        if not length:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-        places = torch.arange(length, device=self._reader.items.device)
-        slots = self.histories.slots(self.histories.lines([user], [length]), places)
-        return self._reader.items.view(-1)[slots].cpu(), self._reader.times.view(-1)[slots].cpu()
-
-    def _read(self, part: list[Stretch]) -> None:
-        """Reads stretches of events of some users, each user once."""
-        lines = self.histories.lines(
-            [x.user for x in part], [len(x.events) for x in part], [x.first + len(x.events) for x in part]
-        )
-        places = [torch.arange(x.first, x.first + len(x.events)) for x in part]
-        items, times, places_ = self._on_device([x.events for x in part], [x.times for x in part], places)
-        self._reader.read(items, times, places_, self.histories.slots(lines, places_), lines)
 
     def _asked(self, batch: Any, at: Any) -> list[Asked]:
         """The users of a call, who count as used."""
@@ -250,55 +204,20 @@ class Scorer:
         asked = check_asked(batch, self.model.items, at)
         for x in asked:
             self.histories.use(x.user)
-            last = self._last_times.get(x.user)
+            last = self._users.last_time(x.user)
             if x.at is not None and last is not None and x.at < last:
                 raise InvalidInput(f"at is {x.at} for user {shown(x.user)}, whose last event is at {last}; must not be before it")
         return asked
 
-    def _candidates(self, asked: list[Asked]) -> Tensor:
-        """The states of all candidates, (total, dim)."""
-        users, items, times, places = [], [], [], []
-        for x in asked:
-            length = self.histories.length(x.user)
-            if x.items is None:
-                raise InvalidInput(f"user {shown(x.user)} has no items; candidates are read one by one: give their numbers")
-            if length >= self.model.longest:
-                raise InvalidInput(
-                    f"user {shown(x.user)} has {length:,} events, the model's longest; a candidate would stand behind them: "
-                    "forget the user and append fewer, or give keep="
-                )
-            at = self._last_times.get(x.user, 0) if x.at is None else x.at
-            users.append(x.user)
-            items.append(x.items)
-            times.append(torch.full_like(x.items, at))
-            places.append(torch.full_like(x.items, length))
-        lines = self.histories.lines(users, [len(x) for x in items])
-        items_, times_, places_ = self._on_device(items, times, places)
-        return self._reader.candidates(items_, times_, places_, lines)
-
-    def _last_states(self, asked: list[Asked]) -> Tensor:
-        """The states (B, dim) after users' last events."""
-        for x in asked:
-            if not self.histories.length(x.user):
-                raise InvalidInput(f"user {shown(x.user)} has no events, so there is no state after the last one; append some")
-        blocks = torch.tensor([self.histories.last_block(x.user) for x in asked], dtype=torch.int64)
-        return self._reader.states[blocks.to(self._reader.states.device)]
-
     def _cosines(self, asked: list[Asked]) -> list[Tensor]:
-        states = self._last_states(asked)
+        states = self._users.last_states(asked)
         if all(x.items is None for x in asked):
             return list(self.model.scores(states))
         items = [torch.arange(self.model.items) if x.items is None else x.items for x in asked]
         users = [torch.full_like(x, n) for n, x in enumerate(items)]
-        items_, users_ = self._on_device(items, users)
+        items_, users_ = self._users.on_device(items, users)
         pair = F.normalize(states, dim=-1)[users_].float() * F.normalize(self.model.embedding(items_), dim=-1).float()
         return list(pair.sum(-1).to(states.dtype).split([len(x) for x in items]))
-
-    def _on_device(self, *lists: list[Tensor]) -> Tensor:
-        """Lists of numbers on the host as rows of one tensor, which is copied once."""
-        device = self._reader.states.device
-        rows = torch.stack([torch.cat(x) if x else torch.empty(0, dtype=torch.int64) for x in lists])
-        return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
 
     def _stamp(self) -> list[tuple[int, int]]:
         """Changes with the model's weights."""
@@ -312,31 +231,12 @@ class Scorer:
         self._weights = self._stamp()
 
     def _event_in_words(self) -> str:
-        storage, states = self._reader.pages.storage, self._reader.states
+        storage, states = self._users.reader.pages.storage, self._users.reader.states
         _, layers, _, size, heads, dim = storage.shape
         per_head = f"({dim} bytes + 4 of scale)" if storage.dtype in LARGEST else f"{dim} dims x {storage.element_size()} bytes"
         beside = f"16 of item and time + {states.shape[1] * states.element_size() / size:g} of state"
         each = self.histories.block_bytes / size
         return f"{layers} layers x 2 x {heads} heads x {per_head} + {beside} = {bytes_in_words(each)}"
-
-
-def stretches(given: list[Appended], lengths: Mapping[Hashable, int]) -> Iterator[list[Stretch]]:
-    """Cuts users' further events, after which they have `lengths`, into passes of at most ROWS rows, a user once in each."""
-    part: list[Stretch] = []
-    free = ROWS
-    for user, events, times in given:
-        before = lengths[user] - len(events)
-        start = 0
-        while start < len(events):
-            stop = min(start + free, len(events))
-            part.append(Stretch(user, events[start:stop], times[start:stop], before + start))
-            free -= stop - start
-            start = stop
-            if not free:
-                yield part
-                part, free = [], ROWS
-    if part:
-        yield part
 
 
 def _dtype_of(kv_dtype: Any, model: HSTURecommender) -> torch.dtype:
