@@ -14,7 +14,7 @@ from rooftile.kvcache.blocks import Copy
 from rooftile.kvcache.operators import LARGEST, copy_blocks, gather, gathered_as_defined, write, write_and_rotate
 from rooftile.kvcache.specs import bytes_in_words
 from rooftile.runtime.devices import runs_kernels
-from rooftile.runtime.words import answers_words
+from rooftile.runtime.words import answers_foreign_words, answers_words
 
 
 @answers_words
@@ -161,6 +161,7 @@ class Pages:
         """The bytes of keys, values, scales and planes."""
         return sum(memory.nbytes for memory in self._memories()) + (0 if self.window_pages is None else self.window_pages.nbytes)
 
+    @answers_foreign_words
     def add_plane(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """Adds memory that each block has beside its keys and values; it is copied whenever the block is.
 

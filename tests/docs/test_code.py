@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import rooftile
+import rooftile.integrations.transformers
 import rooftile.models
 import rooftile.nn
 from rooftile import moe
@@ -75,6 +76,8 @@ def test_an_example_runs_and_says_something(name, tmp_path):
 def test_a_docstring_example_runs(name, monkeypatch):
     # the example prints the same lines with a budget of a second; the default of a minute would only cost time
     monkeypatch.setitem(rooftile.diagnose.__kwdefaults__, "budget", 1.0)
+    # an example ends with `disable`, which other tests of this process must not find
+    monkeypatch.setattr(rooftile.integrations.transformers, "_disabled", False)
     q, k, v = (torch.randn(1, 16, 2, 32) for _ in range(3))
     scope = {"torch": torch, "rooftile": rooftile, "q": q, "k": k, "v": v}
     scope |= {public: getattr(rooftile, public) for public in rooftile.__all__} | DOCUMENTED
