@@ -102,7 +102,7 @@ def gathered_as_defined(
 
 
 def _rows(cache: Tensor, where: tuple[Tensor, Tensor]) -> Tensor:
-    # as bytes: some releases of PyTorch index no FP8 on a CPU
+    # some releases of PyTorch cannot index FP8 on a CPU, so bytes are indexed
     return cache.view(torch.uint8)[where].view(cache.dtype) if cache.element_size() == 1 else cache[where]
 
 

@@ -17,7 +17,7 @@ from tests.docs.pages import NAMES, ROOT, printed_errors, program, run_script
 
 WITH_CODE = [name for name in NAMES if program(ROOT / name)]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
-# what an example is asked for here, if a run as its reader makes it takes long
+# arguments that make an example short, where it takes long without them
 SHORT = {
     "train_hstu.py": ("--steps", "15", "--users", "100"),
     "score_candidates.py": ("--steps", "5", "--users", "100"),

@@ -42,7 +42,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
 
 @pytest.fixture(scope="module")
 def plain(pairs: Callable[[str], Pair]) -> Callable[[str], list[RequestOutput]]:
-    """Answers without drafts; of a folder with a layer of MTP, they are those of the decoder alone."""
+    """Answers without drafts; a folder with an MTP layer gives the answers of its decoder alone."""
     made: dict[str, list[RequestOutput]] = {}
 
     def answers(name: str) -> list[RequestOutput]:
@@ -85,7 +85,7 @@ def test_guesses_are_those_of_the_formula(name: str, settings: dict[str, Any], p
     asked = [*asked, *([*row[:40], 5, 6, 7] for row in asked)]
     known += whole(LLM(pair.folder, **ROOM).generate(asked, params))
     monkeypatch.setattr(drafter, "guess", watched)
-    # those of the second half begin with blocks of the first, in which the last pair had another token
+    # prompts of the second half begin with blocks of the first half, in which the last pair had another token
     for each in (asked[: len(asked) // 2], asked[len(asked) // 2 :]):
         llm.generate(each, params)
     assert len(seen) > 60

@@ -39,7 +39,7 @@ def cut(call: Call, mask: Mask) -> tuple[Call | None, Targets]:
     q_history, q_own = call.q.split([T - n, n], dim=1)
     k_history, k_own = call.k.split([end, n], dim=1)
     v_history, v_own = call.v.split([end, n], dim=1)
-    # what every target sees of the history
+    # every target sees the history from this key on
     first = max(mask.over_history.first_key(end), 0)
     bias_history, bias_targets, bias_own = _cut_bias(call.options.bias, T - n, end, first)
     history = call._replace(

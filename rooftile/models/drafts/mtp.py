@@ -33,7 +33,7 @@ from rooftile.models.projection import Multiply, Norm, Projection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MtpNames:
-    """The names that a family has for the parts of such a layer beside a usual layer's; the defaults are DeepSeek-V3's.
+    """A family's names for the parts that an MTP layer has and a usual layer lacks; the defaults are DeepSeek-V3's names.
 
     Args:
         token_norm, hidden_norm, norm: the norms of the embedding, of the hidden state, and in front of the head.

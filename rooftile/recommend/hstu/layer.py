@@ -108,7 +108,7 @@ class HSTU(nn.Module):
 
     @property
     def bias(self) -> RelativeBias | None:
-        """The layer's tables; None if it has none."""
+        """The layer's tables; None if the layer has no table."""
         if self.position_table is None and self.time_table is None:
             return None
         return RelativeBias(self.position_table, self.time_table, self.edges)

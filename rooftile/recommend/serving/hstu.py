@@ -40,7 +40,7 @@ class HSTUReader:
         self.pages = Pages(
             blocks, len(self.layers), first.heads, first.head_dim, block_size=block_size, dtype=dtype, device=weight.device
         )
-        # what was read, to read the last events anew, and what the model knows after the last event in a block
+        # items and times serve to read the last events anew; a state is the model's row of the last event in a block
         self.items = self.pages.add_plane("items", block_size, dtype=torch.int64)
         self.times = self.pages.add_plane("times", block_size, dtype=torch.int64)
         self.states = self.pages.add_plane("states", model.embedding.embedding_dim, dtype=weight.dtype)

@@ -53,7 +53,7 @@ def _check_tensors(q: Any, keys: Any, values: Any) -> None:
 
 
 def check_heads(name: str, q: Tensor, others: str, keys: Tensor) -> None:
-    """Raises InvalidInput unless features of candidates and of events agree, and heads of events divide those of candidates."""
+    """Raises InvalidInput unless the features of candidates and events agree, in width and in their numbers of heads."""
     if keys.shape[-1] != q.shape[-1]:
         raise InvalidInput(f"{others} has head dim {keys.shape[-1]}; {name} has {q.shape[-1]}, and they must agree")
     H, Hk = q.shape[-2], keys.shape[-2]

@@ -55,7 +55,7 @@ def forward(batch: Batch, problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def backward(do: Tensor, o: Tensor, lse: Tensor, batch: Batch, problem: Problem) -> Gradients:
-    """Returns the gradients for a gradient do (total_q, H, Dv) of o; what was not chosen has none."""
+    """Returns the gradients for a gradient do (total_q, H, Dv) of o; events that were not chosen have a gradient of zero."""
     wide, bias = batch.wide, batch.bias
     dq, dk, dv = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in batch[:3])
     db = None if bias is None else torch.zeros(bias.shape, dtype=wide, device=bias.device)

@@ -95,7 +95,7 @@ def put(x: Tensor, part: Part, found: Tensor) -> None:
 
 
 def add(x: Tensor, part: Part, found: Tensor) -> None:
-    """Adds rows (G, H, R, D) to those of x (total, H, D); none is twice in a part."""
+    """Adds rows (G, H, R, D) to rows of x (total, H, D); no row of x comes twice in a part."""
     if part.whole is not None:
         x[part.whole] += found[0].transpose(0, 1)
     else:

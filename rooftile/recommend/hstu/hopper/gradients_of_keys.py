@@ -26,9 +26,17 @@ from rooftile.exact.backends.hopper.flash_bwd.parts import (
     load_rows,
     store_rows,
 )
-from rooftile.recommend.hstu.hopper.users import UserTensors, exponent_factor, factor_of, gates_of, slopes_of, tile_of_keys
+from rooftile.recommend.hstu.hopper.users import (
+    UserTensors,
+    exponent_factor,
+    factor_of,
+    gates_of,
+    own_rows,
+    slopes_of,
+    tile_of_keys,
+)
 from rooftile.runtime.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
-from rooftile.runtime.hopper.pipeline import Ring, hide_from_ptxas, ring, wait_for_store
+from rooftile.runtime.hopper.pipeline import Ring, ring, wait_for_store
 
 NUM_CONSUMERS = gl.constexpr(2)
 
@@ -81,12 +89,6 @@ def _hide(gates, s_0, t, work, mask: MaskBounds, config: BackwardConfig):
 
 
 @gluon.jit
-def _own(rows: Ring, WG: gl.constexpr, config: BackwardConfig):
-    """A warpgroup's 64 rows, whose place the assembler cannot tell: else it keeps the addresses of all columns in registers."""
-    return rows.buffers.index(hide_from_ptxas(WG)).reshape([WG_ROWS, config.D])
-
-
-@gluon.jit
 def _compute(
     WG: gl.constexpr, work_tiles: Ring, keys: Ring, values: Ring, queries: Ring, grads: Ring, dk_desc, dv_desc, dk_ptr, dv_ptr,
     nan_flag_ptr, H, alpha, scale, by_rows, mask: MaskBounds, config: BackwardConfig,
@@ -111,10 +113,10 @@ def _compute(
             q = queries.buffer(fill).reshape([BLOCK, config.D])
             dy = grads.buffer(fill).reshape([BLOCK, config.D])
             queries.wait_full(fill)
-            s = mma_qk(_own(keys, WG, config), q, config.DIM, config.s_layout)
+            s = mma_qk(own_rows(keys, WG, config), q, config.DIM, config.s_layout)
             s = warpgroup_mma_wait(0, deps=(s,))
             grads.wait_full(fill)
-            dp = mma_qk(_own(values, WG, config), dy, config.DIM_V, config.s_layout)
+            dp = mma_qk(own_rows(values, WG, config), dy, config.DIM_V, config.s_layout)
             gates = gates_of(s, to_exponent)
             if (t < low) | (t + (BLOCK - 1) > high):
                 gates = _hide(gates, s_0, t, work, mask, config)

@@ -18,9 +18,17 @@ from rooftile.exact.backends.hopper.device.scheduler import (
 )
 from rooftile.exact.backends.hopper.device.softmax import apply_mask
 from rooftile.exact.backends.hopper.flash_bwd.parts import BLOCK, BackwardConfig, flag_nan, issue_mma_qk, load_rows, store_rows
-from rooftile.recommend.hstu.hopper.users import UserTensors, exponent_factor, factor_of, gates_of, slopes_of, tile_of_rows
+from rooftile.recommend.hstu.hopper.users import (
+    UserTensors,
+    exponent_factor,
+    factor_of,
+    gates_of,
+    own_rows,
+    slopes_of,
+    tile_of_rows,
+)
 from rooftile.runtime.hopper.gluon import fence_async_shared, gl, gluon, mbarrier, tma_load, warpgroup_mma, warpgroup_mma_wait
-from rooftile.runtime.hopper.pipeline import Ring, hide_from_ptxas, ring, wait_for_store
+from rooftile.runtime.hopper.pipeline import Ring, ring, wait_for_store
 
 NUM_CONSUMERS = gl.constexpr(2)
 
@@ -67,12 +75,6 @@ def _load_tile(rows: Ring, tile, desc, work):
 
 
 @gluon.jit
-def _own(rows: Ring, WG: gl.constexpr, config: BackwardConfig):
-    """A warpgroup's 64 rows, whose place the assembler cannot tell: else it keeps the addresses of all columns in registers."""
-    return rows.buffers.index(hide_from_ptxas(WG)).reshape([WG_ROWS, config.D])
-
-
-@gluon.jit
 def _compute(
     WG: gl.constexpr, work_tiles: Ring, queries: Ring, grads: Ring, keys: Ring, values: Ring, dq_desc, dq_ptr, nan_flag_ptr, H,
     alpha, scale, by_rows, mask: MaskBounds, config: BackwardConfig,
@@ -93,8 +95,8 @@ def _compute(
         grads.wait_full(own_fill)
         dq = gl.zeros([64, config.D], gl.float32, config.acc_layout)
         for _ in range(work.last_block - work.first_block + 1):
-            s = issue_mma_qk(_own(queries, WG, config), keys, fill, config.DIM, config)
-            dp = issue_mma_qk(_own(grads, WG, config), values, fill, config.DIM_V, config)
+            s = issue_mma_qk(own_rows(queries, WG, config), keys, fill, config.DIM, config)
+            dp = issue_mma_qk(own_rows(grads, WG, config), values, fill, config.DIM_V, config)
             s = warpgroup_mma_wait(num_mmas(config.DIM_V), deps=(s,))
             gates = gates_of(s, to_exponent)
             if (column < first_clear) | (column > last_clear):

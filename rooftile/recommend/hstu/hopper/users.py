@@ -4,7 +4,7 @@ A work tile's T is the number of a user's rows, and its S the number of keys tha
 history. Rows and keys begin at the same place, so position i is row i.
 """
 
-from rooftile.exact.backends.hopper.device.config import LOG2E
+from rooftile.exact.backends.hopper.device.config import LOG2E, WG_ROWS
 from rooftile.exact.backends.hopper.device.scheduler import (
     MOST_SORTED,
     MaskBounds,
@@ -13,8 +13,10 @@ from rooftile.exact.backends.hopper.device.scheduler import (
     packed_tile,
     tile_by_work,
 )
+from rooftile.exact.backends.hopper.flash_bwd.parts import BackwardConfig
 from rooftile.runtime.hopper import ptx
 from rooftile.runtime.hopper.gluon import aggregate, gl, gluon
+from rooftile.runtime.hopper.pipeline import Ring, hide_from_ptxas
 
 # rows, and keys, of a program's tile in every kernel: two warpgroups have 64 each
 TILE_ROWS = gl.constexpr(128)
@@ -111,3 +113,9 @@ def factor_of(work: WorkTile, scale, by_rows):
 def slopes_of(weights, gates, alpha):
     """The derivative of silu at alpha S, from S gate and the gate; 0 where both are."""
     return gates + alpha * weights * (1.0 - gates)
+
+
+@gluon.jit
+def own_rows(rows: Ring, WG: gl.constexpr, config: BackwardConfig):
+    """A warpgroup's 64 rows, whose place the assembler cannot tell: else it keeps the addresses of all columns in registers."""
+    return rows.buffers.index(hide_from_ptxas(WG)).reshape([WG_ROWS, config.D])

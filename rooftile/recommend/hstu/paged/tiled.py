@@ -140,7 +140,7 @@ def _own(q: Tensor, group: Group, k: Tensor, v: Tensor, given: Pages, problem: P
 
 def _taken(cache: Tensor, scales: Tensor | None, at: tuple[Tensor, Tensor], there: Tensor, wide: torch.dtype) -> Tensor:
     """Keys or values (G, S, H, dim) out of their pages, zeros where there is none."""
-    # as bytes: some releases of PyTorch index no FP8 on a CPU
+    # some releases of PyTorch cannot index FP8 on a CPU, so bytes are indexed
     found = (cache.view(torch.uint8)[at].view(cache.dtype) if cache.element_size() == 1 else cache[at]).to(wide)
     if scales is not None:
         found = found * scales[at].to(wide)[..., None]

@@ -80,7 +80,7 @@ def gradients_of_events(
 
 
 def _by_event(batch: Batch) -> tuple[Tensor, Tensor]:
-    """Pairs (total_q 1|H k) sorted by event and head, and where those of each event and head begin, (total 1|H + 1)."""
+    """Pairs (total_q 1|H k) sorted by event and head, and where the pairs of each event and head begin, (total 1|H + 1)."""
     events, total = batch.events, batch.keys.shape[0]
     assert events is not None
     heads = events.shape[1]
