@@ -5,6 +5,8 @@ that token alone, while a step computes all that it computes for a text. The gue
 token with the probability that is asked for, and else another. Everything behind the guess is the engine's: rows, graphs, draws,
 the choice of lengths, and whether there are drafts at all.
 
+Or guesses are right where those of a look-up are in a text that repeats its prompt (see `lookup_texts`).
+
 A draft model with random weights would not guess what the larger one draws. It reads, draws and hands its tokens over as in any
 engine, which takes its time; then its tokens are replaced by guesses as above. So the speed is measured, and the share that is
 accepted is set: a trained pair is as fast as the row with its share.
@@ -26,9 +28,12 @@ from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.speculation.drafter import Drafter
 from rooftile.engine.speculation.speculator import Speculator
 from rooftile.models import Decoder, ModelConfig
+from rooftile_lab.bench.lookup_texts import TEXTS, LookupText, TextGuesser
 from rooftile_lab.bench.models import MODELS
 
 TOKEN, OTHER = 5, 6
+# how likely a drafted token is accepted, or a text whose look-ups say it; None for no drafts
+Guessed = float | LookupText | None
 MEASURES = ("output_tok_s", "tokens_per_step", "drafted", "accepted_share")
 
 
@@ -91,6 +96,12 @@ def sizes_for(scale: float, *, draft: bool = False) -> SpeculativeSizes:
     return sizes._replace(batches=(1, 256), accepted=(0.6, 0.8, 0.9)) if draft else sizes
 
 
+def ways(sizes: SpeculativeSizes, *, draft: bool) -> dict[str, Guessed]:
+    """Returns what is guessed in the runs, by name: nothing first."""
+    shares = {f"a{share:.2f}": share for share in sizes.accepted}
+    return {"none": None, **shares, **({} if draft else {name: text() for name, text in TEXTS.items()})}
+
+
 def draft_for(config: ModelConfig) -> ModelConfig:
     """Returns the shape of a draft model: Llama's 1B for its 8B; for others a quarter of their layers, and of their width."""
     if config == MODELS["8b"]:
@@ -112,21 +123,21 @@ def engine_for(decoder: Decoder, sizes: SpeculativeSizes, draft: ModelConfig | N
     )  # fmt: skip
 
 
-def run(llm: LLM, sizes: SpeculativeSizes, batch: int, accepted: float | None) -> SpeculativeRun:
+def run(llm: LLM, sizes: SpeculativeSizes, batch: int, guessed: Guessed) -> SpeculativeRun:
     """Answers a batch of requests; the time is that after the first token of the last one.
 
     Args:
         llm: the engine.
         sizes: how long prompts and answers are.
         batch: how many requests.
-        accepted: how likely a drafted token is accepted; None for no drafts.
+        guessed: what is guessed.
     """
     engine = llm.engine
     assert engine.speculator is not None
-    _set_share(engine.speculator, accepted)
+    _set_guesses(engine.speculator, sizes, guessed)
     vocabulary, random = engine.runner.decoder.config.vocab_size, Random(1)
     params = SamplingParams(
-        temperature=0, max_tokens=sizes.answer, ignore_eos=True, logit_bias={TOKEN: 100.0}, speculative=accepted is not None
+        temperature=0, max_tokens=sizes.answer, ignore_eos=True, logit_bias={TOKEN: 100.0}, speculative=guessed is not None
     )
     prompts = [[random.randrange(vocabulary) for _ in range(sizes.prompt)] for _ in range(batch)]
     requests = [engine.add(prompt, params) for prompt in prompts]
@@ -148,10 +159,13 @@ def run(llm: LLM, sizes: SpeculativeSizes, batch: int, accepted: float | None) -
     )  # fmt: skip
 
 
-def _set_share(speculator: Speculator, accepted: float | None) -> None:
-    """Has guesses be right with a probability."""
+def _set_guesses(speculator: Speculator, sizes: SpeculativeSizes, guessed: Guessed) -> None:
+    """Has guesses be right as often as is asked for."""
     drafter = speculator.drafter
-    if drafter is None:
-        speculator.guesser = type("Guesses", (Guesses,), {"right": accepted})
-    elif accepted is not None:
-        speculator.drafter = ReplacedGuesses(drafter.model if isinstance(drafter, ReplacedGuesses) else drafter, accepted)
+    if isinstance(guessed, LookupText):
+        words = {"text": guessed, "given": sizes.prompt, "right": TOKEN, "wrong": OTHER}
+        speculator.guesser = type("TextGuesses", (TextGuesser,), words)
+    elif drafter is None:
+        speculator.guesser = type("Guesses", (Guesses,), {"right": guessed})
+    elif guessed is not None:
+        speculator.drafter = ReplacedGuesses(drafter.model if isinstance(drafter, ReplacedGuesses) else drafter, guessed)

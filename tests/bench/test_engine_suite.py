@@ -59,6 +59,7 @@ def asks(tokens: list[int]) -> list[WorkloadRequest]:
 
 
 # rows
+LOOKED_UP = ("none", "a0.50", "a0.80", "a1.00", "edit", "summary")
 
 
 def test_each_part_has_its_rows(rows, tmp_path) -> None:
@@ -73,7 +74,7 @@ def test_each_part_has_its_rows(rows, tmp_path) -> None:
         ("W8-first-4", "rooftile, contiguous", "serve"),
         ("W8-first-4", "rooftile, paged", "serve"),
         *((f"context-8x{length}", "rooftile", "decode") for length in (33, 82, 328, 1311, 2621)),
-        *((f"speculative-b{b}-{a}", "rooftile", "decode") for b in (1, 16, 256) for a in ("none", "a0.50", "a0.80", "a1.00")),
+        *((f"speculative-b{b}-{a}", "rooftile", "decode") for b in (1, 16, 256) for a in LOOKED_UP),
         *((f"speculative-draft-b{b}-{a}", "rooftile", "decode") for b in (1, 256) for a in ("none", "a0.60", "a0.80", "a0.90")),
         *(("adapters-5x16", f"rooftile, {way}", "serve") for way in ("base", "base, beside adapters", "16 adapters")),
         ("W1-first-3", "rooftile", "serve"),

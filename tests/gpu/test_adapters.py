@@ -53,7 +53,8 @@ def test_rows_of_many_adapters(rows: int, R: int, K: int, bounds: tuple[int, ...
     graph.replay()
     found += captured
     for y in found:
-        torch.testing.assert_close(y.cpu().double(), exact, rtol=2e-2, atol=5e-2)
+        # H is rounded to 16 bits, and the sum over ranks adds its errors up
+        torch.testing.assert_close(y.cpu().double(), exact, rtol=2e-2, atol=1.5e-2 * R**0.5)
         assert torch.equal(y.cpu()[slots < 0], base[slots < 0])
 
 

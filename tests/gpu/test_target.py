@@ -37,8 +37,8 @@ def test_outputs_and_gradients(weights, search, bias, dim, dtype) -> None:
 @pytest.mark.parametrize("k", [6, 64, 200, 300])
 @pytest.mark.parametrize("search", SEARCHES[1:])
 def test_a_search_is_a_sort(search, k) -> None:
-    # features of small whole numbers, whose scores are exact in any order of the sum
-    given = case(search=search, bias=1, lengths=(5, 0, 400), M=3, k=k)
+    # quarters, and a scale that is one: scores are exact in any order of the sum
+    given = case(search=search, bias=1, lengths=(5, 0, 400), M=3, D=16, k=k)
     leaves = (x.detach().mul(4).round().div(4) for x in given[:4])
     given = Case(*leaves, given.cu, given.words).to(torch.float32)
     assert torch.equal(given.to(torch.float32, "cuda").events().cpu(), by_sorting(given))

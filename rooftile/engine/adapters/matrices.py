@@ -34,7 +34,7 @@ def work_of(rows: int, rank: int, dtype: torch.dtype) -> Work:
     ranks = min(1 << (rank - 1).bit_length(), 16 if wide else 64 if rows == SMALL else 32)
     if rows == SMALL:
         return Work(ranks, (2048 if wide else 8192) // ranks)
-    return Work(ranks, 64 if wide else 128)
+    return Work(ranks, 64 if wide else 256)
 
 
 class Matrices(NamedTuple):

@@ -136,12 +136,13 @@ class DraftModel:
             self.runner.sampling.last.index_copy_(0, where, tokens.clamp(min=0))
         drawn = [tokens.clone()]
         positions = torch.tensor([each.start + each.tokens for each in read])
+        before = 0
         for depth in range(1, read[0].wanted):
             rows = sum(each.wanted > depth for each in read)
-            inputs = self._following(slots[:rows], positions[:rows] + (depth - 1))
-            _, tokens, _ = self.runner.execute(bare_step(inputs, features, single=True))
+            own, places = slots[:rows], positions[:rows] + (depth - 1)
             # a graph writes the next tokens into the same memory
-            drawn.append(tokens.clone())
+            drawn.append(self.runner.execute_next(own, places, features, again=rows == before).clone())
+            before = rows
         # one copy to the host
         return list(torch.cat(drawn).cpu().split([len(each) for each in drawn]))
 
@@ -153,20 +154,11 @@ class DraftModel:
         counts, own = torch.tensor([each.tokens for each in read]), torch.tensor([each.answer.slot for each in read])
         slots = own.repeat_interleave(counts)
         if single:
-            return self._rows(tokens, positions, slots)
+            return StepInputs.of_rows(tokens, positions, slots, behind=self.runner.behind)
         cu_q = torch.cat((torch.zeros(1).long(), counts.cumsum(0)))
         rows = cu_q[1:] - 1
         ends = positions[rows]
         return StepInputs(tokens, positions, slots, rows, own, ends + self.runner.behind, cu_q, ends + 1, own)
-
-    def _following(self, slots: Tensor, positions: Tensor) -> StepInputs:
-        """Returns the step that reads the token of each slot that was drawn last."""
-        return self._rows(torch.full_like(slots, -1), positions, slots)
-
-    def _rows(self, tokens: Tensor, positions: Tensor, slots: Tensor) -> StepInputs:
-        none = slots[:0]
-        outputs = torch.arange(len(slots)), slots, positions + self.runner.behind
-        return StepInputs(tokens, positions, slots, *outputs, torch.zeros(1).long(), none, none)
 
     def _send(self, x: Tensor) -> Tensor:
         return x.pin_memory().to(self.runner.device, non_blocking=True) if self.runner.device.type == "cuda" else x

@@ -67,6 +67,7 @@ class DecodeGraphs:
         self.adapters = adapters
         self._padding = torch.tensor([[0], [-1], [pad_slot]])
         self._graphs: dict[tuple[int, SamplingFeatures, bool], Graph] = {}
+        self._last: Graph | None = None
         self._memory = torch.cuda.graph_pool_handle()
         # torch's default capture stream belongs to the device of the process's first capture
         self._stream = torch.cuda.Stream(device)
@@ -93,7 +94,22 @@ class DecodeGraphs:
         if graph.groups is not None:
             graph.groups.buffer.copy_(self._grouped(adapters, rows).buffer.pin_memory(), non_blocking=True)
         graph.graph.replay()
+        self._last = graph
         return graph.logits[:n], graph.tokens[:n]
+
+    def repeat(self, rows: int) -> Tensor:
+        """Runs the last step of so many rows once more, each a position further, with the token that its slot has drawn last.
+
+        Nothing is sent from the host, which takes longer over a step than a small model. Returns the tokens.
+        """
+        assert self._last is not None
+        assert self._last.groups is None
+        tokens, positions, _ = self._last.inputs
+        tokens.fill_(-1)
+        # rows that pad stay where they are
+        positions += positions >= 0
+        self._last.graph.replay()
+        return self._last.tokens[:rows]
 
     def _grouped(self, adapters: Tensor, rows: int) -> RowGroups:
         return group_rows(adapters, rows=rows, tiles=most_tiles(rows, self.adapters))

@@ -34,7 +34,7 @@ from rooftile.engine.steps.rounds import Rounds, rounds_of
 from rooftile.engine.steps.scheduler import ScheduledTokens, StepPlan
 from rooftile.engine.steps.step import Step
 from rooftile.engine.steps.step_inputs import Chunks, StepInputs
-from rooftile.engine.steps.step_maker import StepMaker
+from rooftile.engine.steps.step_maker import StepMaker, bare_step
 from rooftile.exact.spec import CallSettings
 from rooftile.fused import linear
 from rooftile.kvcache import Copy
@@ -202,6 +202,21 @@ class Runner:
         if step.states_after.numel():
             self.caches.finish(dict(step.states_after.T.tolist()))
         return logits, tokens, prompts
+
+    @torch.inference_mode()
+    def execute_next(self, slots: Tensor, positions: Tensor, features: SamplingFeatures, *, again: bool) -> Tensor:
+        """Launches the step that reads the token which each slot has drawn last; returns the tokens that are drawn behind them.
+
+        Args:
+            slots: (n,), on the host, of answers without adapters.
+            positions: (n,), on the host, of those tokens.
+            features: the features of the draw.
+            again: whether the step before it was the same, of the same slots, each one position in front.
+        """
+        if again and self._graphs is not None and not self.has_ranks:
+            return self._graphs.repeat(len(slots))
+        inputs = StepInputs.of_rows(torch.full_like(slots, -1), positions, slots, behind=self.behind)
+        return self.execute(bare_step(inputs, features, single=True))[1]
 
     def load_adapter(self, slot: int, path: str | Path) -> Path:
         """Reads an adapter into a slot that no request uses; returns the folder.

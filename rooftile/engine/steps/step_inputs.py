@@ -76,6 +76,13 @@ class StepInputs(NamedTuple):
         none = tokens[:0]
         return cls(tokens, positions, slots, torch.arange(len(works)), slots, positions + 1, torch.zeros(1).long(), none, none)
 
+    @classmethod
+    def of_rows(cls, tokens: Tensor, positions: Tensor, slots: Tensor, *, behind: int) -> StepInputs:
+        """Lays out single tokens, each with an output `behind` positions further."""
+        none = slots[:0]
+        outputs = torch.arange(len(slots)), slots, positions + behind
+        return cls(tokens, positions, slots, *outputs, torch.zeros(1).long(), none, none)
+
     def to(self, device: torch.device) -> StepInputs:
         """Copies all of it to the device in one transfer, without waiting for it."""
         if device.type == "cpu":

@@ -67,9 +67,8 @@ def hstu_attention(
         targets: how many last rows of each user are targets: an int for all, or (B,).
         scale: of the sum. None divides it by n, the number of the user's rows; the reference implementation divides by the padded
             length N, which is `scale=1 / N`.
-        backend: "triton" (kernels), "tiled" (plain operations, tile by tile), "eager" (the definition), or "hopper" (kernels
-            for sm90 in bfloat16 without a bias or contextual rows, which are taken only when they are named, since they have
-            not been timed); None or "auto" takes the fastest that runs.
+        backend: "hopper" (kernels for sm90 in bfloat16, without a bias or contextual rows), "triton" (kernels), "tiled" (plain
+            operations, tile by tile) or "eager" (the definition); None or "auto" takes the first of these that runs.
         deterministic: accepted as in `rooftile.attention`; results of kernels, and on a CPU, always are. With
             "tiled" on a GPU gradients of tables follow `torch.use_deterministic_algorithms`.
 
@@ -99,7 +98,8 @@ def hstu_attention(
             return definition.hstu_attention(q, k, v, users, problem)
     if way == "auto":
         warn_without_triton(q.is_cuda)
-        way = "tiled" if reason is not None else "triton"
+        hopper = refusal_of_hopper(q, v, users, problem) is None
+        way = "hopper" if hopper else "tiled" if reason is not None else "triton"
     arguments = (
         q, k, v, users.position_table, users.time_table, users.cu, users.targets, users.edges, users.row_times, users.key_times,
         users.positions, problem.alpha, problem.scale, problem.contextual, problem.zero, encode_mask(problem.mask), way,

@@ -8,7 +8,8 @@
                    no kernel, copy or fill runs in such steps, from the profiler and beside unprofiled steps
     W8             the first requests of W8 in a cache of 15.7k slots, with whole reservations and with pages
     speculative    output tokens per second with drafts, over the same requests without, by batch and by how likely a drafted
-                   token is accepted: greedy answers of one token, which a bias forces, and guesses that are wrong so often
+                   token is accepted: greedy answers of one token, which a bias forces, and guesses that are wrong so often,
+                   or where a look-up is wrong in an edit of code or in a summary of quoted sentences
     speculative-draft  the same with a draft model, Llama's 1B for its 8B, whose steps are computed and whose guesses are replaced
     context        decode steps of a few requests with 1k to 128k tokens each: output tokens per second, and a sequence's memory
     adapters       64 requests without adapters, and dealt out to 16 of rank 16: output tokens per second
@@ -256,7 +257,7 @@ class _Run:
         tidy(self.session.device)
 
     def drafts(self) -> Iterator[Row]:
-        """A row for each batch and share of accepted tokens."""
+        """A row for each batch, and each share of accepted tokens or text."""
         yield from self._drafts("speculative", speculative.sizes_for(self.asked.scale), None)
 
     def model_drafts(self) -> Iterator[Row]:
@@ -269,18 +270,18 @@ class _Run:
         llm = speculative.engine_for(self.decoder, sizes, draft)
         for batch in sizes.batches if self.asked.batch is None else (self.asked.batch,):
             without: float | None = None
-            for accepted in (None, *sizes.accepted):
-                self.say(f"{batch} answers, {'no drafts' if accepted is None else f'{accepted:.0%} accepted'}")
-                found = [speculative.run(llm, sizes, batch, accepted) for _ in range(1 + self.asked.runs)][1:]
+            for way, guessed in speculative.ways(sizes, draft=draft is not None).items():
+                self.say(f"{batch} answers, guesses: {way}")
+                found = [speculative.run(llm, sizes, batch, guessed) for _ in range(1 + self.asked.runs)][1:]
                 spreads = measured({name: [getattr(one, name) for one in found] for name in speculative.MEASURES})
                 rate = spreads["measures"]["output_tok_s"]
                 if without is None:
                     without = rate
                 else:
                     spreads["measures"]["over_without_ratio"] = figures(rate / without)
-                name = f"{part}-b{batch}-" + ("none" if accepted is None else f"a{accepted:.2f}")
                 settings = {"prompt": sizes.prompt, "answer": sizes.answer}
-                yield self.row(name, [one.seconds * 1e6 for one in found], phase="decode", settings=settings, **spreads)
+                taken = [one.seconds * 1e6 for one in found]
+                yield self.row(f"{part}-b{batch}-{way}", taken, phase="decode", settings=settings, **spreads)
         del llm
         tidy(self.session.device)
 

@@ -1,8 +1,8 @@
 """HSTU attention beside public Triton kernels' way of computing it, beside our softmax attention, and over ragged users.
 
     bias-BxT       B users of T events, 4 heads of 128, tables of distances and times; times rise by random steps
-    plain-BxT      the same without tables; `softmax` is rooftile.attention under CAUSAL, with as many FLOPs; `hopper` are our
-                   kernels for sm90, which a call names
+    plain-BxT      the same without tables; `softmax` is rooftile.attention under CAUSAL, with as many FLOPs; `triton` are the
+                   kernels that other GPUs have, where a call takes those for sm90
     ragged-N       users of lognormal lengths, N events in all, with tables; `dense` is one length for as many pairs
     small          for a CPU
 
@@ -39,7 +39,7 @@ HEADS, DIM, COLUMNS, BUCKETS, STEP = 4, 128, 2048, 65, 0.301
 CHECKED = 700
 # the most that a result may differ from plain operations in fp64, of the largest number
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
-CHECKED_PROGRAMS = ("rooftile", "hopper", "public")
+CHECKED_PROGRAMS = ("rooftile", "triton", "public")
 Call = Callable[..., Tensor]
 
 
@@ -110,7 +110,7 @@ def contestants(name: str, problem: Problem) -> dict[str, Call]:
     if name.startswith("plain"):
         calls["softmax"] = softmax
         if arch(problem.cu.device) == "sm90" and problem.leaves[0].dtype == torch.bfloat16:
-            calls["hopper"] = partial(ours, backend="hopper")
+            calls["triton"] = partial(ours, backend="triton")
     if name.startswith("ragged"):
         pairs = sum(n * (n + 1) // 2 for n in problem.cu.diff().tolist())
         length = int((2 * pairs / max(len(problem.cu) - 1, 1)) ** 0.5)
@@ -193,7 +193,7 @@ def _eager(exact: Problem, problem: Problem) -> Tensor:
 def _compared(rows: dict[str, Row]) -> dict[str, Row]:
     """The rows with our times beside softmax's, the public kernels', and ragged users' beside dense ones'."""
     found = dict(rows)
-    for ours_is in ("rooftile", "hopper"):
+    for ours_is in ("rooftile", "triton"):
         mine = rows.get(ours_is)
         if mine is None or mine.median_us is None:
             continue
