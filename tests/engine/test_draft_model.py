@@ -300,7 +300,7 @@ def test_settings_are_vllms_too() -> None:
 def test_a_pace_follows_the_share_that_is_accepted() -> None:
     pace, lengths = SteadyPace(10), list[int]()
     for accepted in (1, 1, 0, 0):
-        for _ in range(30):
+        for _ in range(60):
             pace.note(pace.length, accepted * pace.length, 50)
         lengths.append(pace.length)
     assert lengths == [10, 10, 1, 1]

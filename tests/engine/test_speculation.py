@@ -22,6 +22,7 @@ from rooftile.engine.sampling.params import SamplingParams
 from rooftile.engine.speculation import speculator
 from rooftile.engine.speculation.forecast import Forecast
 from rooftile.engine.speculation.ngrams import NgramIndex
+from rooftile.engine.speculation.pace import Pace
 from rooftile.engine.speculation.settings import Speculation
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.hardware.chips import Rates
@@ -298,3 +299,20 @@ def test_the_prefix_cache_never_has_a_refused_token(peers, plain, monkeypatch) -
                     sealed += answer.table.sealed
     assert sealed > 100
     assert engine.speculator.counts["accepted"] < engine.speculator.counts["drafted"]
+
+
+def test_a_pace_keeps_trying_between_quotations_and_pauses_elsewhere() -> None:
+    pace, lengths = Pace(15), list[int]()
+    for accepted in (4, 8, 15, 6, 0, 0, 2):
+        pace.note(pace.length, min(accepted, pace.length), 10)
+        lengths.append(pace.length)
+        assert not pace.pauses(10)
+    assert lengths == [8, 15, 15, 7, 4, 4, 4]
+    pauses = []
+    for n in range(8):
+        pace.note(4, 0, 100 * n)
+        pauses.append(next(count for count in range(100) if not pace.pauses(100 * n + count)))
+    assert pauses == [0, 0, 1, 2, 4, 8, 16, 32]
+    short = Pace(2)
+    short.note(2, 1, 5)
+    assert short.length == 2

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from rooftile.errors import Unsupported
+from rooftile.errors import InvalidInput, Unsupported
 from tests.recommend.hstu_cases import D64, MASKS, Case, case
 
 pytestmark = pytest.mark.gpu
@@ -57,13 +59,19 @@ def test_positions_of_the_callers_own(dim: int, dtype: torch.dtype) -> None:
 def test_in_a_captured_graph(contextual, bias) -> None:
     lengths = tuple(n + contextual * (n > 0) for n in LENGTHS)
     given = case("causal", contextual, TARGETS, bias, lengths=lengths, D=64, Dv=64).to(torch.bfloat16, "cuda")
+    words = dict(given.words)
+    if bias:
+        words["bias"] = replace(words["bias"], edges=words["bias"].edges.cuda())
     with torch.no_grad():
         due = given.run()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            y = given.run()
+            y = given._replace(words=words).run()
         graph.replay()
-    assert torch.equal(y, due)
+        assert torch.equal(y, due)
+        if bias:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(InvalidInput, match="edges is on the CPU"):
+                given.run()
 
 
 @pytest.mark.parametrize("targets", [None, TARGETS])
@@ -81,9 +89,20 @@ def test_kernels_for_hopper(mask, targets, dim) -> None:
     first = gradients(given, dy, "hopper")
     for found, due in zip(first, gradients(exact, dy.double(), "eager"), strict=True):
         assert (found.double() - due).abs().max() <= 2e-2 * due.abs().max()
-    # they are taken without being named
-    for again, before in zip(gradients(given, dy, None), first, strict=True):
+    for again, before in zip(gradients(given, dy, "hopper"), first, strict=True):
         assert torch.equal(again, before)
+
+
+def test_who_is_taken_on_hopper() -> None:
+    """Kernels for Hopper where users are long, and others elsewhere: the bits tell."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs sm90 (Hopper)")
+    for lengths, name, other in (((8192,), "hopper", "triton"), (LENGTHS, "triton", "hopper")):
+        given = case("causal", 0, None, False, lengths=lengths, D=64, Dv=64).to(torch.bfloat16, "cuda")
+        with torch.no_grad():
+            found = given.run()
+            assert torch.equal(found, given.run(name))
+            assert not torch.equal(found, given.run(other))
 
 
 @pytest.mark.parametrize("targets", [None, TARGETS])

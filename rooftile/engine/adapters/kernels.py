@@ -30,8 +30,9 @@ from rooftile.runtime.dependent_launch import overlaps
 from rooftile.runtime.early_weights import may_read_early
 from rooftile.runtime.launch import Kernel
 
-# numbers of H at most that the second kernel reads of a row, over all shares; more ranks have more programs by themselves
-MOST_NUMBERS = 512
+# more ranks make more programs by themselves, and each program of the second kernel reads all shares of its ranks: so many of one
+# rank, and fewer by the square of the ranks; but no share of few rows has more columns than this
+MOST_SHARES, MOST_COLUMNS = 8192, 4096
 
 
 class Tile(NamedTuple):
@@ -62,13 +63,13 @@ class Tile(NamedTuple):
 def tile_for(block: int, dtype: torch.dtype, K: int, R: int) -> Tile:
     """Returns the tile for tiles of `block` rows, K columns of X and slots of R ranks."""
     few, wide = block == SMALL, dtype == torch.float32
-    shrunk = 16 if few or R % 32 else 32
+    shrunk = 16 if R % 32 or (few and R < 64) else 32
     # a share of 512 columns is read at once; where there are more rows a pipeline reads a share
     k = (64 if wide else 512) if few else (32 if wide else 64)
     steps = triton.cdiv(K, k)
     work = work_of(block, R, dtype)
     # many rows make many programs: where ranks make more, shares would only be read again by each block of Y
-    most = MOST_NUMBERS // work.ranks if few else max(64 // R, 1)
+    most = max(MOST_SHARES // (R * R), triton.cdiv(K, MOST_COLUMNS)) if few else max(64 // R, 1)
     splits = triton.cdiv(steps, triton.cdiv(steps, most))
     warps, stages = (4, 1) if few else (8, 3)
     return Tile(block, shrunk, k, splits, warps, stages, work.columns, work.ranks, 4 if few else 8)

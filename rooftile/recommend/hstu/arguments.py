@@ -135,6 +135,8 @@ def _check_edges(edges: Any, buckets: int, device: torch.device) -> Tensor:
         )
     if edges.is_cpu and not torch.compiler.is_compiling() and bool((edges.diff() < 0).any()):
         raise InvalidInput("bias.edges falls somewhere; no edge may be below the one before")
+    if edges.is_cpu and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise InvalidInput("bias.edges is on the CPU, which a CUDA graph cannot copy from; give bias.edges.to(q.device)")
     return edges.to(device, torch.int64, non_blocking=True).contiguous()
 
 

@@ -16,7 +16,7 @@ from rooftile.recommend.hstu import definition, tiled
 from rooftile.recommend.hstu.arguments import check_call
 from rooftile.recommend.hstu.bias import RelativeBias
 from rooftile.recommend.hstu.problem import Problem, Users, decode_mask, encode_mask
-from rooftile.recommend.hstu.refusals import refusal_of_hopper, refusal_of_triton
+from rooftile.recommend.hstu.refusals import pays_on_hopper, refusal_of_hopper, refusal_of_triton
 from rooftile.runtime.arguments import check_backend, check_deterministic
 from rooftile.runtime.devices import warn_without_triton
 from rooftile.runtime.launch import device_of
@@ -68,7 +68,8 @@ def hstu_attention(
         scale: of the sum. None divides it by n, the number of the user's rows; the reference implementation divides by the padded
             length N, which is `scale=1 / N`.
         backend: "hopper" (kernels for sm90 in bfloat16, without a bias or contextual rows), "triton" (kernels), "tiled" (plain
-            operations, tile by tile) or "eager" (the definition); None or "auto" takes the first of these that runs.
+            operations, tile by tile) or "eager" (the definition); None or "auto" takes "hopper" where it runs and users are
+            long, and then the first of the others that runs.
         deterministic: accepted as in `rooftile.attention`; results of kernels, and on a CPU, always are. With
             "tiled" on a GPU gradients of tables follow `torch.use_deterministic_algorithms`.
 
@@ -98,7 +99,7 @@ def hstu_attention(
             return definition.hstu_attention(q, k, v, users, problem)
     if way == "auto":
         warn_without_triton(q.is_cuda)
-        hopper = refusal_of_hopper(q, v, users, problem) is None
+        hopper = pays_on_hopper(q, users) and refusal_of_hopper(q, v, users, problem) is None
         way = "hopper" if hopper else "tiled" if reason is not None else "triton"
     arguments = (
         q, k, v, users.position_table, users.time_table, users.cu, users.targets, users.edges, users.row_times, users.key_times,

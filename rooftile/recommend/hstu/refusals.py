@@ -10,6 +10,8 @@ from rooftile.runtime.devices import arch, lack_of_gluon, lack_of_kernels
 
 # the widest table of positions whose distances a tile holds in 32 bits
 MOST_COLUMNS = 1 << 22
+# the rows per user, and per user times all rows, from which the kernels for Hopper are faster than Triton's, on an H200
+LONG, MANY = 1024, 1 << 26
 
 
 def refusal_of_triton(q: Tensor, v: Tensor, users: Users, problem: Problem) -> str | None:
@@ -48,3 +50,9 @@ def refusal_of_hopper(q: Tensor, v: Tensor, users: Users, problem: Problem) -> s
     if users.targets is not None and (mask.left is not None or mask.chunks):
         return f"mask {mask} with targets; has them without a bound to the left"
     return None
+
+
+def pays_on_hopper(q: Tensor, users: Users) -> bool:
+    """Whether the kernels for Hopper are faster than Triton's: for long users, and enough of them to be worth their launches."""
+    total, B = q.shape[0], max(users.cu.shape[0] - 1, 1)
+    return total >= LONG * B and total * (total // B) >= MANY
