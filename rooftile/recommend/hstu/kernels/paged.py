@@ -90,7 +90,7 @@ class PageStrides(NamedTuple):
 FEW = 16
 TILES: dict[str, tuple[Tiles, Tiles, Tiles]] = {
     "few": (Tiles(16, 128, 4, 3), Tiles(16, 64, 4, 3), Tiles(16, 64, 4, 2)),
-    "many": (Tiles(64, 64, 8, 3), Tiles(64, 64, 8, 2), Tiles(64, 32, 8, 2)),
+    "many": (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2)),
 }
 WIDE = (Tiles(16, 32, 4, 2), Tiles(16, 32, 4, 1), Tiles(16, 16, 4, 1))
 # keys per share: one row per user leaves a GPU idle unless its history is cut fine; candidates fill it, and each share of theirs is

@@ -41,9 +41,9 @@ class Tiles(NamedTuple):
 
 # kernel -> a tile for head dims up to 64, 128 and 256, of 16-bit numbers; none depends on the number of candidates
 TILES: dict[str, tuple[Tiles, Tiles, Tiles]] = {
-    "outputs": (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 32, 8, 2)),
-    "candidates": (Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(32, 32, 8, 2)),
-    "events": (Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(32, 32, 8, 2)),
+    "outputs": (Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 2)),
+    "candidates": (Tiles(64, 64, 4, 2), Tiles(64, 32, 4, 2), Tiles(32, 32, 4, 2)),
+    "events": (Tiles(64, 64, 4, 2), Tiles(32, 64, 4, 2), Tiles(32, 32, 4, 2)),
 }
 # and of 32-bit numbers
 WIDE = (Tiles(32, 32, 4, 1), Tiles(32, 32, 8, 1), Tiles(16, 16, 8, 1))
