@@ -147,7 +147,7 @@ def _table(rows: Sequence[Row]) -> tuple[str, Table, str]:
     head = ["", "AUC", "of the oldest", "time", "bytes"]
     note = (
         "Of the oldest: AUC of clicks whose interests lie in the oldest three quarters of the history. For an item SIM soft reads the "
-        "events of the nearest embeddings, SIM hard the latest of its category, ETA those of the nearest hashes, and TWIN those of "
-        "the largest scores in each head."
+        "events with the nearest embeddings, SIM hard the latest events of its category, ETA the events with the nearest hashes, and "
+        "TWIN, in each head, the events with the largest scores."
     )
     return f"At {N:,} events", Table(head, cells), note
