@@ -50,7 +50,7 @@ def loads(results: Path) -> str:
 
 def histories(results: Path) -> str:
     """Draws AUC, time and bytes against the number of events that a model reads."""
-    rows = studies.committed(results / "cpu-user-histories.jsonl", "user-histories")
+    rows = [row for row in studies.committed(results / "cpu-user-histories.jsonl", "user-histories") if row.measures]
     return beside_each_other(histories_pictures.pictures(rows), histories_section.claim(rows), source(rows))
 
 

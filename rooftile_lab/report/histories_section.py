@@ -49,6 +49,8 @@ def claim(rows: Sequence[Row]) -> str:
     auc, us = by_length(rows, best, auc_of), by_length(rows, best, time_of)
     if n not in auc:
         return "Long user histories"
+    if auc[N] - auc[n] < SURE:
+        return f"In so few steps no model learns to gain from {N:,} events of a user instead of {n:,}"
     return (
         f"Reading {N:,} events of a user instead of {n:,}, {NAMES[best]} raises the AUC of clicks from {auc[n]:.2f} to {auc[N]:.2f}, "
         f"and takes {times(us[N] / us[n])} the time"

@@ -66,6 +66,14 @@ def test_everything_is_on_the_device_of_the_session(method: str, monkeypatch: py
     assert row.measures["all_auc"] == 0.5
 
 
+def test_a_method_that_fails_is_a_row_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(user_histories, "bytes_read", lambda method, *given: 1 // (method != "eta"))
+    plan = replace(SMALL, stages=SMALL.stages[:1])
+    failed, right = user_histories.measure(SESSION, ["eta", "din"], lambda words: None, plan)
+    assert (failed.backend, failed.reason) == ("eta", "failed: ZeroDivisionError: integer division or modulo by zero")
+    assert (right.backend, right.reason, right.case) == ("din", "", "last-16")
+
+
 def test_bytes_are_of_rows_in_fp32() -> None:
     plan = Plan(stages=(), whole=64, test_candidates=3, dim=8, heads=2, top_k=5, bits=32)
     found = 3 * 5 * 2 * 8 * 4

@@ -31,6 +31,7 @@ from rooftile_lab.bench.results import Row
 from rooftile_lab.bench.rows import figures, timed_row
 from rooftile_lab.bench.run import Progress
 from rooftile_lab.bench.threads import one_thread
+from rooftile_lab.bench.works import tidy, words_of_error
 
 GPU = CPU = QUICK = tuple(METHODS)
 PLAN = Plan(
@@ -59,12 +60,20 @@ PLANS = {"cpu": PLAN, "cuda": replace(PLAN, timed_users=128)}
 def measure(session: Session, names: Sequence[str], say: Progress, plan: Plan | None = None) -> Iterator[Row]:
     """A row for each method and length."""
     plan = plan or PLANS[session.device.type]
-    current = torch.cuda.device(session.device) if session.device.type == "cuda" else nullcontext()
     for name in names:
         say(f"{name}: training")
-        with one_thread(session.device), current:
-            for found in learn(name, plan, session.device):
-                yield row_of(session, name, plan, found)
+        try:
+            # Triton launches on the current device
+            current = torch.cuda.device(session.device) if session.device.type == "cuda" else nullcontext()
+            with one_thread(session.device), current:
+                for found in learn(name, plan, session.device):
+                    yield row_of(session, name, plan, found)
+        except Exception as error:
+            # a method that fails should not end the study
+            reason = f"failed: {words_of_error(error, 600)}"
+            say(f"{name} {reason}")
+            yield timed_row(session, [], suite="user-histories", case="last", backend=name, phase="score", reason=reason)
+        tidy(session.device)
 
 
 def row_of(session: Session, method: str, plan: Plan, found: Learned) -> Row:
