@@ -110,7 +110,7 @@ CPU = Plan(
     seconds={
         "machine": 6, "comparison": 28, "tiling": 9, "precision": 7, "approximate": 13, "training": 70, "serving": 7,
         "weights": 6, "diagnosis": 45, "formats": 65, "recall": 24, "context": 6,
-        "experts": 18, "histories": 24,
+        "experts": 18, "histories": 36,
     },
 )  # fmt: skip
 
