@@ -1,4 +1,4 @@
-"""Draws the figures of the pages on recurrences and experts, from committed lines, as the report page draws them."""
+"""Draws the figures of the pages on recurrences, experts and user histories from committed lines, as the report page does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from pathlib import Path
 from rooftile.drawing.page import Chart
 from rooftile.drawing.svg import HEIGHT, WIDTH, svg, text
 from rooftile_lab.bench.results import Row
-from rooftile_lab.report import context_section, experts_section, recall, recall_pictures, studies
+from rooftile_lab.report import (
+    context_section,
+    experts_section,
+    histories_pictures,
+    histories_section,
+    recall,
+    recall_pictures,
+    studies,
+)
 from rooftile_lab.report.recall_section import claim
 
 GAP, TITLE, BELOW = 24, 30, 26
@@ -38,6 +46,12 @@ def loads(results: Path) -> str:
     drawn = [experts_section.loads(row) for row in experts_section.by_kind(rows).values() if row.settings["loads"]]
     short = [chart._replace(title=" ".join(chart.title.split()[:4])) for chart in drawn]
     return beside_each_other(short, experts_section.claim(rows), source(rows))
+
+
+def histories(results: Path) -> str:
+    """Draws AUC, time and bytes against the number of events that a model reads."""
+    rows = [row for row in studies.committed(results / "cpu-user-histories.jsonl", "user-histories") if row.measures]
+    return beside_each_other(histories_pictures.pictures(rows), histories_section.claim(rows), source(rows))
 
 
 def source(rows: Sequence[Row]) -> str:

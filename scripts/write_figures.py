@@ -1,5 +1,5 @@
 """Writes the SVG figures of the pages: the schedule of the Hopper forward, a paged KV cache, what bounds a program,
-the bars of measured speed, the studies of states, context and experts, and what drafts are predicted to gain.
+the bars of measured speed, the studies of states, context, experts and user histories, and what drafts are predicted to gain.
 
 The figures carry their own colours, for light and for dark pages.
 """
@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 
 import draft_figure
-import histories_figure
 import speed_figures
 import study_figures
 from speed_figures import RESULTS
@@ -212,7 +211,7 @@ FIGURES: dict[str, Callable[[], str]] = {
     "figures/context.svg": partial(study_figures.contexts, RESULTS),
     "figures/loads.svg": partial(study_figures.loads, RESULTS),
     "figures/drafts.svg": draft_figure.gains,
-    "figures/histories.svg": partial(histories_figure.lengths, RESULTS),
+    "figures/histories.svg": partial(study_figures.histories, RESULTS),
     # the README chooses by GitHub's setting, which may differ from the system's
     "figures/speed-light.svg": partial(speed_figures.draw, "hopper", "light"),
     "figures/speed-dark.svg": partial(speed_figures.draw, "hopper", "dark"),

@@ -88,6 +88,8 @@ def marker(kind: str, point: Point, words: str) -> str:
         "third": f'<path class="mark third" d="M {x:.1f} {y - 5:.1f} l 4.6 8 l -9.2 0 z">',
         "rose": f'<rect class="mark rose" x="{x - 3.6:.1f}" y="{y - 3.6:.1f}" width="7.2" height="7.2">',
         "gold": f'<circle class="mark gold" cx="{x:.1f}" cy="{y:.1f}" r="4">',
+        "olive": f'<path class="mark olive" d="M {x:.1f} {y + 5:.1f} l 4.6 -8 l -9.2 0 z">',
+        "mauve": f'<path class="mark mauve" d="M {x:.1f} {y - 5:.1f} l 5 5 l -5 5 l -5 -5 z">',
         "due": f'<circle class="mark due" cx="{x:.1f}" cy="{y:.1f}" r="2.5">',
     }
     shape = shapes[kind]

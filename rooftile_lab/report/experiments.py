@@ -54,6 +54,7 @@ class Report:
     recall: recall.Recall | None = None
     context: studies.Study | None = None
     experts: studies.Study | None = None
+    histories: studies.Study | None = None
     missing: dict[str, str] = field(default_factory=dict)  # an optional package, or the result of another experiment, is missing
     failures: dict[str, str] = field(default_factory=dict)  # an experiment failed
     seconds: dict[str, float] = field(default_factory=dict)  # the time of each experiment
@@ -93,6 +94,7 @@ class Report:
             "recall": self.recall and self.recall.json(),
             "context": self.context and self.context.json(),
             "experts": self.experts and self.experts.json(),
+            "histories": self.histories and self.histories.json(),
             "missing": self.missing,
             "failures": self.failures,
             "seconds": self.seconds,
@@ -178,3 +180,4 @@ def _run_all(report: Report, plan: Plan, device: str, progress: Progress) -> Non
     attempt("recall", lambda: recall.measure(plan, device, step("recall")))
     attempt("context", lambda: studies.contexts(plan, device, step("context")))
     attempt("experts", lambda: studies.experts(plan, device, step("experts")))
+    attempt("histories", lambda: studies.histories(plan, device, step("histories")))

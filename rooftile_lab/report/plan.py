@@ -110,7 +110,7 @@ CPU = Plan(
     seconds={
         "machine": 6, "comparison": 28, "tiling": 9, "precision": 7, "approximate": 13, "training": 70, "serving": 7,
         "weights": 6, "diagnosis": 45, "formats": 65, "recall": 24, "context": 6,
-        "experts": 18,
+        "experts": 18, "histories": 36,
     },
 )  # fmt: skip
 
@@ -126,7 +126,7 @@ CPU_QUICK = Plan(
     seconds={
         "machine": 5, "comparison": 5, "tiling": 1, "precision": 1, "approximate": 4, "training": 10, "serving": 2,
         "weights": 1, "diagnosis": 15, "formats": 2, "recall": 3, "context": 2,
-        "experts": 2,
+        "experts": 2, "histories": 5,
     },
     is_quick=True,
 )  # fmt: skip
@@ -144,7 +144,7 @@ GPU = Plan(
     seconds={
         "machine": 3, "comparison": 65, "tiling": 13, "precision": 30, "approximate": 120, "training": 40, "serving": 8,
         "weights": 46, "diagnosis": 32, "formats": 380, "recall": 21, "context": 60,
-        "experts": 20,
+        "experts": 20, "histories": 60,
     },
 )  # fmt: skip
 

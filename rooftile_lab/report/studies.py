@@ -1,6 +1,7 @@
 """Studies that the page shows twice: as rows that were measured here, small on a CPU, and as rows that were committed.
 
-The study of context serves small models, the study of experts trains them. Both are suites of `rooftile bench`.
+The study of context serves small models, the studies of experts and of users' histories train them. All are suites of
+`rooftile bench`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import rooftile
 from rooftile.cost.session import open_session
 from rooftile_lab.bench import results
 from rooftile_lab.bench.results import Row
-from rooftile_lab.bench.suites import context, expert_training
+from rooftile_lab.bench.suites import context, expert_training, user_histories
 from rooftile_lab.report.plan import Plan
 
 # a checkout has it, an installed package has not
@@ -25,7 +26,7 @@ Step = Callable[[float, str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Study:
-    """The rows of this report, and committed rows of a GPU."""
+    """The rows of this report, and committed rows."""
 
     here: tuple[Row, ...]
     committed: tuple[Row, ...]
@@ -54,6 +55,20 @@ def experts(plan: Plan, device: str, step: Step) -> Study:
     kinds = expert_training.GPU
     rows = _counted(expert_training.measure(session, kinds, lambda words: None, plan=sizes), len(kinds), step)
     return Study(here=tuple(rows), committed=committed(COMMITTED / "h200-expert-training.jsonl", "expert-training"))
+
+
+def histories(plan: Plan, device: str, step: Step) -> Study:
+    """Trains the models of clicks on short histories; a quick plan takes two steps, which teach nothing."""
+    session = open_session(device)
+    sizes = user_histories.SHORT
+    if plan.is_quick:
+        sizes = replace(
+            sizes, stages=tuple(replace(stage, steps=2, users=2) for stage in sizes.stages), test_users=8, timed_users=2
+        )
+    due = len(user_histories.CPU) * len(sizes.stages)
+    rows = _counted(user_histories.measure(session, user_histories.CPU, lambda words: None, sizes), due, step)
+    files = sorted(COMMITTED.glob("*-user-histories.jsonl"))
+    return Study(here=tuple(rows), committed=tuple(row for path in files for row in committed(path, "user-histories")))
 
 
 def committed(path: Path, suite: str) -> tuple[Row, ...]:

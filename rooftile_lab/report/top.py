@@ -14,6 +14,7 @@ CONTENTS = (
     ("precision", "FP8 and INT8"), ("model", "A model, trained"), ("serving", "The model, served"), ("weights", "The model, in each format"),
     ("formats", "Training for a format"), ("diagnosis", "What bounds a program"), ("approximate", "Approximate attention"),
     ("recall", "What a state forgets"), ("context", "Memory and time against context"), ("experts", "Experts"),
+    ("histories", "Long user histories"),
 )  # fmt: skip
 # the names of the experiments, for the reader
 PARTS = (("tiling", "Masks as tiles"), ("training", "A model, trained"), *CONTENTS)

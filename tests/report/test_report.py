@@ -128,6 +128,7 @@ def test_every_experiment_ran_and_the_quick_page_says_that_it_is_quick(made):
         "recall",
         "context",
         "experts",
+        "histories",
     )
     assert all(numbers[name] for name in names)
     assert "This is a quick run" in text
@@ -516,7 +517,7 @@ def test_a_plan_rises_in_length_and_names_every_experiment(device, quick):
     assert list(plan.lengths) == sorted(set(plan.lengths))
     names = {
         "machine", "comparison", "tiling", "precision", "approximate", "training", "serving", "weights", "formats", "diagnosis",
-        "recall", "context", "experts",
+        "recall", "context", "experts", "histories",
     }  # fmt: skip
     assert set(plan.seconds) == names
     assert plan.model.hidden % plan.model.heads == 0

@@ -48,7 +48,7 @@ def test_what_is_compared_with_is_green_and_ours_blue() -> None:
     assert {planned_picture.KINDS[rows] for rows in ROWS}.isdisjoint({"ours", "other", "standard"})
 
 
-@pytest.mark.parametrize("kind", ["ours", "standard", "other", "third", "rose", "gold", "due"])
+@pytest.mark.parametrize("kind", ["ours", "standard", "other", "third", "rose", "gold", "olive", "mauve", "due"])
 def test_every_kind_of_line_has_a_marker_and_a_colour(kind: str) -> None:
     assert f'class="mark {kind}"' in marker(kind, (1.0, 2.0), "x")
     for part in ("line", "mark", "label"):

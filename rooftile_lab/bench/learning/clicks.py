@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "sim-soft": {"search": "embedding"},
     "sim-hard": {"search": "category"},
     "eta": {"search": "lsh"},
-    "twin": {"search": "exact", "buckets": 32},
+    # buckets of ages up to years, as 4,096 events lie back
+    "twin": {"search": "exact", "buckets": 64},
     "hstu": {},
 }
 
@@ -38,7 +40,7 @@ class Stage:
 class Plan:
     """The task, the sizes of the models, and how they are trained: a stage goes on with the model of the one before.
 
-    Users are tested with `whole` events, of which a model reads the last `length`.
+    Users are tested with `whole` events, of which a model reads the last `length`; the time is of a batch of `timed_users`.
     """
 
     stages: tuple[Stage, ...]
@@ -47,6 +49,7 @@ class Plan:
     candidates: int = 32
     test_users: int = 64
     test_candidates: int = 64
+    timed_users: int = 8
     dim: int = 32
     heads: int = 2
     top_k: int = 16
@@ -56,7 +59,7 @@ class Plan:
     per_group: int = 2
 
     def drawn(self, users: int, length: int, candidates: int, generator: torch.Generator) -> Clicks:
-        """Users, candidates and clicks."""
+        """Users, candidates and clicks, on the host, so that every device gets the same ones."""
         return planted_clicks(
             users, length, candidates=candidates, generator=generator, categories=self.categories, groups=self.groups,
             per_group=self.per_group,
@@ -77,33 +80,36 @@ class HSTURanker(nn.Module):
 
     def forward(self, events: Tensor, cu: Tensor, candidates: Tensor) -> Tensor:
         """Returns logits (B, M)."""
-        users, shown = candidates.shape
-        parts = zip(events.split(cu.diff().tolist()), candidates, strict=True)
-        rows = torch.cat([torch.cat(both) for both in parts])
-        before = shown * torch.arange(users + 1)
-        states = self.trunk(rows, cu + before, targets=shown)
-        at = (cu[1:] + before[:-1])[:, None] + torch.arange(shown)
-        return self.head(states[at])[..., 0]  # type: ignore[no-any-return]
+        device, (users, shown) = events.device, candidates.shape
+        before = shown * torch.arange(users + 1, device=device)
+        user = torch.repeat_interleave(torch.arange(users, device=device), cu.diff(), output_size=events.shape[0])
+        at = (cu[1:] + before[:-1])[:, None] + torch.arange(shown, device=device)
+        rows = events.new_empty(events.shape[0] + candidates.numel())
+        rows[torch.arange(events.shape[0], device=device) + before[user]] = events
+        rows[at] = candidates
+        return self.head(self.trunk(rows, cu + before, targets=shown)[at])[..., 0]  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learned:
     """A method after a stage: its model, and how well it tells clicks of users that it reads for `length` events.
 
-    `auc` counts all candidates, and `within` those whose interest lies in the events that are read, or nowhere. `possible` is the
-    AUC of one who knows which interests those are, and guesses the rest.
+    `auc` counts all candidates, `within` those whose interest lies in the events that are read, or nowhere, and `far` those whose
+    interest lies in the oldest three quarters of the whole history, or nowhere. `possible` is the AUC of one who knows which
+    interests the events that are read have, and guesses the rest.
     """
 
     length: int
     model: nn.Module
     auc: float
     within: float
+    far: float
     possible: float
     train_s: float
 
 
 def model_of(method: str, plan: Plan) -> nn.Module:
-    """An untrained model."""
+    """An untrained model, on the host."""
     clicks = plan.drawn(1, plan.stages[0].length, 1, torch.Generator().manual_seed(0))
     if method == "hstu":
         return HSTURanker(clicks.events.item_count, plan)
@@ -116,49 +122,65 @@ def model_of(method: str, plan: Plan) -> nn.Module:
     )  # fmt: skip
 
 
+def moved(events: Events, device: torch.device) -> Events:
+    """The events on a device."""
+    return Events(events.items.to(device), events.cu.to(device), events.times.to(device), events.item_count)
+
+
 def logits(method: str, model: nn.Module, events: Events, candidates: Tensor) -> Tensor:
-    """The logits of candidates (B, M)."""
+    """The logits of candidates (B, M), all on the model's device."""
     times = (events.times,) if "buckets" in METHODS[method] else ()
     found: Tensor = model(events.items, events.cu, candidates, *times)
     return found
 
 
-def learn(method: str, plan: Plan, seed: int = 0) -> list[Learned]:
-    """Trains a method stage by stage, and tests it after each."""
+def learn(method: str, plan: Plan, device: torch.device, seed: int = 0) -> Iterator[Learned]:
+    """Trains a method stage by stage, and tests it after each. The model goes on to the next stage when the next is asked for."""
     torch.manual_seed(seed)
-    model, found = model_of(method, plan), []
+    model = model_of(method, plan).to(device)
     test = plan.drawn(plan.test_users, plan.whole, plan.test_candidates, torch.Generator().manual_seed(1))
     generator = torch.Generator().manual_seed(2)
     for stage in plan.stages:
-        seconds = _train(method, model, plan, stage, generator)
-        last = test.events.last(stage.length)
-        with torch.no_grad():
-            users = torch.arange(plan.test_users).split(8)
-            scores = torch.cat([logits(method, model, last.of_users(some), test.candidates[some]) for some in users])
+        seconds = _train(method, model, plan, stage, generator, device)
+        scores = _scores(method, model, test.events.last(stage.length), test.candidates, device)
         read = test.distance <= stage.length
+        far = (test.distance == 0) | (test.distance > plan.whole // 4)
         known = test.labels & read
-        found.append(
-            Learned(
-                length=stage.length, model=model, auc=auc(scores.flatten(), test.labels.flatten()), train_s=seconds,
-                within=auc(scores[read], test.labels[read]), possible=auc(known.flatten().float(), test.labels.flatten()),
-            )
+        yield Learned(
+            length=stage.length, model=model, auc=auc(scores.flatten(), test.labels.flatten()), train_s=seconds,
+            within=auc(scores[read], test.labels[read]), far=auc(scores[far], test.labels[far]),
+            possible=auc(known.flatten().float(), test.labels.flatten()),
         )  # fmt: skip
-    return found
 
 
-def _train(method: str, model: nn.Module, plan: Plan, stage: Stage, generator: torch.Generator) -> float:
+def _scores(method: str, model: nn.Module, events: Events, candidates: Tensor, device: torch.device) -> Tensor:
+    """The logits of all users (B, M), on the host."""
+    with torch.no_grad():
+        parts = (
+            logits(method, model, moved(events.of_users(some), device), candidates[some].to(device))
+            for some in torch.arange(len(candidates)).split(8)
+        )
+        return torch.cat([part.cpu() for part in parts])
+
+
+def _train(
+    method: str, model: nn.Module, plan: Plan, stage: Stage, generator: torch.Generator, device: torch.device
+) -> float:  # fmt: skip
     """Trains a stage; returns the seconds that its steps took."""
     optimizer = torch.optim.AdamW(model.parameters(), plan.rate, weight_decay=0.0)
     rates = torch.optim.lr_scheduler.OneCycleLR(optimizer, plan.rate, total_steps=stage.steps, pct_start=0.1)
     seconds = 0.0
     for _ in range(stage.steps):
         clicks = plan.drawn(stage.users, stage.length, plan.candidates, generator)
+        events, candidates, labels = (moved(clicks.events, device), clicks.candidates.to(device), clicks.labels.to(device))
         begin = time.perf_counter()
-        loss = F.binary_cross_entropy_with_logits(logits(method, model, clicks.events, clicks.candidates), clicks.labels.float())
+        loss = F.binary_cross_entropy_with_logits(logits(method, model, events, candidates), labels.float())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         rates.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds += time.perf_counter() - begin
     return seconds
 
