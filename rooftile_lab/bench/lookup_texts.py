@@ -46,7 +46,7 @@ def _numbered(*texts: str) -> LookupText:
 
 
 class TextGuesser:
-    """What a look-up guesses in a text, told as right or wrong; see `rooftile.engine.speculation.ngrams.Guesser`.
+    """Guesses of a look-up in a text, told as right or wrong; see `rooftile.engine.speculation.ngrams.Guesser`.
 
     The sequence that it is given has as many tokens as the text, and says by its length alone how far the answer has come.
     """

@@ -5,7 +5,7 @@ that token alone, while a step computes all that it computes for a text. The gue
 token with the probability that is asked for, and else another. Everything behind the guess is the engine's: rows, graphs, draws,
 the choice of lengths, and whether there are drafts at all.
 
-Or guesses are right where those of a look-up are in a text that repeats its prompt (see `lookup_texts`).
+Or guesses are right where a look-up's are in a text that repeats its prompt (see `lookup_texts`).
 
 A draft model with random weights would not guess what the larger one draws. It reads, draws and hands its tokens over as in any
 engine, which takes its time; then its tokens are replaced by guesses as above. So the speed is measured, and the share that is

@@ -30,8 +30,8 @@ from rooftile.runtime.dependent_launch import overlaps
 from rooftile.runtime.early_weights import may_read_early
 from rooftile.runtime.launch import Kernel
 
-# more ranks make more programs by themselves, and each program of the second kernel reads all shares of its ranks: so many of one
-# rank, and fewer by the square of the ranks; but no share of few rows has more columns than this
+# for few rows the shares number MOST_SHARES over the square of the ranks, since more ranks make more programs by themselves, and
+# each program of the second kernel reads every share of its ranks; but a share has at most MOST_COLUMNS columns
 MOST_SHARES, MOST_COLUMNS = 8192, 4096
 
 

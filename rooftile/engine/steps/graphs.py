@@ -98,7 +98,7 @@ class DecodeGraphs:
         return graph.logits[:n], graph.tokens[:n]
 
     def repeat(self, rows: int) -> Tensor:
-        """Runs the last step of so many rows once more, each a position further, with the token that its slot has drawn last.
+        """Runs the last step, of this number of rows, once more: each a position further, with the token that its slot drew last.
 
         Nothing is sent from the host, which takes longer over a step than a small model. Returns the tokens.
         """
