@@ -36,7 +36,7 @@ from rooftile.runtime.launch import Kernel
 # fmt: off
 @triton.jit
 def _walk_rows(
-    dk, dv, k, v, j, place, origin, key_times, first, last, low, high, q_ptr, dy_ptr, q_stride, dy_stride, walk, tiles,
+    dk, dv, k, v, j_0, j, place, origin, key_times, first, last, low, high, q_ptr, dy_ptr, q_stride, dy_stride, walk, tiles,
     user, tensors, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr,
 ):
     # fmt: on
@@ -44,7 +44,8 @@ def _walk_rows(
     d = tl.arange(0, SPEC.BLOCK_D)
     d_v = tl.arange(0, SPEC.BLOCK_DV)
     for m in tl.range(0, tiles, num_stages=SPEC.STAGES):
-        i = tile_at(m, walk, SPEC.ROWS, MASKED) + r
+        i_0 = tile_at(m, walk, SPEC.ROWS, MASKED)
+        i = i_0 + r
         # a row past the end has a gradient of zero
         there = i < user.n
         q = load_rows(q_ptr + i.to(tl.int64)[:, None] * q_stride + d[None, :], there, d, SPEC.D, True)
@@ -57,7 +58,7 @@ def _walk_rows(
             row_times, earliest, latest = times_of(tensors.row_times, i, there, user)
             row_times = row_times[None, :]
         x, low, high = scores(
-            x, places_of(i, there, origin, user, tensors, SPEC)[None, :], place, row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
+            x, places_of(i, there, origin, user, tensors, SPEC)[None, :], place, tl.minimum(i_0, user.end) - j_0 - (SPEC.KEYS - 1), row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
         )
         w, gate = silu(x)
         ds = tl.dot(v, tl.trans(dy), input_precision=SPEC.PRECISION) * slope(x, gate)
@@ -115,10 +116,10 @@ def _gradients_of_keys(
     walk = rows_of(j_0, user, numbers, SPEC)
     # fmt: off
     dk, dv, low, high = _walk_rows(
-        dk, dv, k, v, j, place, origin, key_times, first, last, low, high, q_ptr, dy_ptr, q_strides[0], dy_strides[0], walk, walk.clear,
+        dk, dv, k, v, j_0, j, place, origin, key_times, first, last, low, high, q_ptr, dy_ptr, q_strides[0], dy_strides[0], walk, walk.clear,
         user, tensors, numbers, SPEC, False)
     dk, dv, low, high = _walk_rows(
-        dk, dv, k, v, j, place, origin, key_times, first, last, low, high, q_ptr, dy_ptr, q_strides[0], dy_strides[0], walk,
+        dk, dv, k, v, j_0, j, place, origin, key_times, first, last, low, high, q_ptr, dy_ptr, q_strides[0], dy_strides[0], walk,
         walk.context + walk.left + walk.right, user, tensors, numbers, SPEC, True)
     # fmt: on
     if SPEC.TARGETS:

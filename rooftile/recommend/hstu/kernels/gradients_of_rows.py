@@ -125,7 +125,7 @@ def _walk_keys(
             key_times = key_times[None, :]
         key_place = places_of(j, present, origin, user, tensors, SPEC)
         x, low, high = scores(
-            x, place[:, None], key_place[None, :], row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
+            x, place[:, None], key_place[None, :], tl.minimum(i_0, user.end) - j_0 - (SPEC.KEYS - 1), row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
         )
         _, gate = silu(x)
         ds = tl.dot(dy, tl.trans(v), input_precision=SPEC.PRECISION) * slope(x, gate)

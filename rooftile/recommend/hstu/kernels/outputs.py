@@ -35,7 +35,7 @@ from rooftile.runtime.launch import Kernel
 # fmt: off
 @triton.jit
 def _walk_keys(
-    acc, q, i, place, origin, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_stride, v_stride, walk, tiles,
+    acc, q, i, top, place, origin, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_stride, v_stride, walk, tiles,
     user, tensors, numbers, SPEC: tl.constexpr, MASKED: tl.constexpr,
 ):
     # fmt: on
@@ -43,7 +43,8 @@ def _walk_keys(
     d = tl.arange(0, SPEC.BLOCK_D)
     dv = tl.arange(0, SPEC.BLOCK_DV)
     for m in tl.range(0, tiles, num_stages=SPEC.STAGES):
-        j = tile_at(m, walk, SPEC.KEYS, MASKED) + s
+        j_0 = tile_at(m, walk, SPEC.KEYS, MASKED)
+        j = j_0 + s
         present = j < user.end
         k = load_rows(k_ptr + j.to(tl.int64)[:, None] * k_stride + d[None, :], present, d, SPEC.D, MASKED)
         v = load_rows(v_ptr + j.to(tl.int64)[:, None] * v_stride + dv[None, :], present, dv, SPEC.DV, MASKED)
@@ -55,7 +56,7 @@ def _walk_keys(
             key_times, first, last = times_of(tensors.key_times, j, present, user)
             key_times = key_times[None, :]
         x, low, high = scores(
-            x, place, places_of(j, present, origin, user, tensors, SPEC)[None, :], row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
+            x, place, places_of(j, present, origin, user, tensors, SPEC)[None, :], top - j_0 - (SPEC.KEYS - 1), row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
         )
         w, _ = silu(x)
         if MASKED:
@@ -103,12 +104,13 @@ def _forward(
     place = places_of(i, there, origin, user, tensors, SPEC)[:, None]
     acc = tl.zeros((ROWS, BLOCK_DV), tl.float32)
     walk = keys_of(i_0, user, numbers, SPEC)
+    top = tl.minimum(i_0, user.end)
     # fmt: off
     acc, low, high = _walk_keys(
-        acc, q, i, place, origin, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_strides[0], v_strides[0], walk, walk.clear,
+        acc, q, i, top, place, origin, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_strides[0], v_strides[0], walk, walk.clear,
         user, tensors, numbers, SPEC, False)
     acc, low, high = _walk_keys(
-        acc, q, i, place, origin, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_strides[0], v_strides[0], walk,
+        acc, q, i, top, place, origin, row_times, earliest, latest, low, high, k_ptr, v_ptr, k_strides[0], v_strides[0], walk,
         walk.context + walk.left + walk.right, user, tensors, numbers, SPEC, True)
     # fmt: on
     if SPEC.TARGETS:

@@ -116,7 +116,7 @@ def _load_pages(
 # fmt: off
 @triton.jit
 def _walk_pages(
-    acc, q, i, row_times, earliest, latest, low, high, pages, strides, walk, tiles, user, tensors, numbers,
+    acc, q, i, top, row_times, earliest, latest, low, high, pages, strides, walk, tiles, user, tensors, numbers,
     SPEC: tl.constexpr, MASKED: tl.constexpr,
 ):
     # fmt: on
@@ -124,7 +124,8 @@ def _walk_pages(
     d = tl.arange(0, SPEC.BLOCK_D)
     dv = tl.arange(0, SPEC.BLOCK_DV)
     for m in tl.range(0, tiles, num_stages=SPEC.STAGES):
-        j = tile_at(m, walk, SPEC.KEYS, MASKED) + s
+        j_0 = tile_at(m, walk, SPEC.KEYS, MASKED)
+        j = j_0 + s
         present = j < user.end
         block = tl.load(pages.table + j // SPEC.SIZE, mask=present, other=0).to(tl.int64)
         place = j % SPEC.SIZE
@@ -148,7 +149,7 @@ def _walk_pages(
             last = tl.max(tl.where(present, times, -NEVER))
             key_times = times[None, :]
         x, low, high = scores(
-            x, tl.minimum(i, user.end)[:, None], j[None, :], row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
+            x, tl.minimum(i, user.end)[:, None], j[None, :], top - j_0 - (SPEC.KEYS - 1), row_times, earliest, latest, key_times, first, last, low, high, user, tensors, numbers, SPEC
         )
         w, _ = silu(x)
         if MASKED:
@@ -228,11 +229,12 @@ def _paged(
     acc = tl.zeros((ROWS, BLOCK_DV), tl.float32)
     walk = keys_of(before + r_0, user, numbers, SPEC)
     walk = _share_of(walk, part * share, (part + 1) * share, SPEC.KEYS)
+    top = tl.minimum(before + r_0, user.end)
     # fmt: off
     acc, low, high = _walk_pages(
-        acc, q, i, row_times, earliest, latest, low, high, pages, strides, walk, walk.clear, user, tensors, numbers, SPEC, False)
+        acc, q, i, top, row_times, earliest, latest, low, high, pages, strides, walk, walk.clear, user, tensors, numbers, SPEC, False)
     acc, low, high = _walk_pages(
-        acc, q, i, row_times, earliest, latest, low, high, pages, strides, walk, walk.left + walk.right, user, tensors, numbers,
+        acc, q, i, top, row_times, earliest, latest, low, high, pages, strides, walk, walk.left + walk.right, user, tensors, numbers,
         SPEC, True)
     # fmt: on
     if SPEC.TARGETS:

@@ -175,6 +175,7 @@ def scores(
     x,
     place_i,
     place_j,
+    nearest,
     row_times,
     earliest,
     latest,
@@ -188,10 +189,20 @@ def scores(
     numbers,
     SPEC: tl.constexpr,
 ):
-    """Turns products of rows and keys, whose places and times broadcast, into scores; returns the buckets of their times, too."""
+    """Turns products of rows and keys, whose places and times broadcast, into scores; returns the buckets of their times, too.
+
+    No pair is nearer than `nearest` rows, so where this is beyond the table of positions one number is read for all. With positions
+    of the caller's own it is not looked at.
+    """
     x = x * numbers.alpha
     if SPEC.POSITIONS:
-        x += position_bias(place_i - place_j, user, numbers)
+        if SPEC.PLACED:
+            x += position_bias(place_i - place_j, user, numbers)
+        else:
+            if nearest + numbers.zero >= numbers.columns - 1:
+                x += tl.load(user.position_row + numbers.columns - 1).to(tl.float32)
+            else:
+                x += position_bias(place_i - place_j, user, numbers)
     if SPEC.TIMES:
         low = bucket_of(earliest - last, low, tensors, numbers)
         high = bucket_of(latest - first, high, tensors, numbers)
