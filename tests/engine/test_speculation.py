@@ -316,3 +316,36 @@ def test_a_pace_keeps_trying_between_quotations_and_pauses_elsewhere() -> None:
     short = Pace(2)
     short.note(2, 1, 5)
     assert short.length == 2
+
+
+class Doubtful:
+    """Guesses tokens of which every other one is right, by chance."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._random = random.Random(0)
+
+    def guess(self, ids: Sequence[int], count: int) -> list[int]:
+        # answers of other prompts have other chances
+        self._random.seed(sum(ids) + len(ids))
+        return [self._random.choice((7, 8)) for _ in range(count)]
+
+
+def test_answers_with_drafts_and_without_share_their_steps(tmp_path: Path, monkeypatch) -> None:
+    """A step ahead, answers without drafts would be in steps of their own, and each step reads all weights."""
+    monkeypatch.setattr(speculator, "NgramIndex", Doubtful)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL)
+    llm = LLM(saved(transformers.AutoModelForCausalLM.from_config(config), tmp_path), speculative=ALWAYS, **ROOM)
+    llm.engine._ahead = True
+    usual: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    one_token, plain = SamplingParams(**usual, logit_bias={7: 100.0}), SamplingParams(**usual, speculative=False)
+    steps = []
+    for params in ([one_token, one_token, plain, plain], [one_token] * 4, [plain] * 4):
+        before = llm.engine.steps["steps"]
+        llm.generate([[n, 2 * n, 5] for n in range(1, 5)], params)
+        steps.append(llm.engine.steps["steps"] - before)
+    mixed, drafted, without = steps
+    assert llm.engine.speculator.counts["accepted"] > 60
+    assert mixed <= without
+    assert drafted < 0.85 * without
+    assert_clean(llm)

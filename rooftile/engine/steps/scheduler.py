@@ -25,6 +25,9 @@ from rooftile.engine.steps.waiting_queue import WaitingQueue
 from rooftile.kvcache import BlockPool, BlockTable, Copy, OutOfBlocks
 from rooftile.kvcache.states import StateRows
 
+# the others wait for answers with drafts if these are one in four, or more
+FEW_DRAFTS = 4
+
 
 class ScheduledTokens(NamedTuple):
     """Tokens of one answer for the model to read: `tokens` of them from position `start`."""
@@ -134,8 +137,10 @@ class Scheduler:
         self._admit(plan, budget)
         plan.row_copies = self.pool.row_copies()
         if plan.work:
-            # a plan without work is not run, and the next one has to tell of its rows
             plan.rows = self.pool.new_rows()
+        else:
+            # a plan without work is not run, and the next one has to tell of rows and forks
+            self._forked, self._forked_states = plan.entries, plan.states
         return plan
 
     def seal(self, answer: Answer, length: int) -> None:
@@ -196,6 +201,8 @@ class Scheduler:
         """Plans one token of each answer that has one unread token, and its draft; returns the budget that is left."""
         if self.speculator is not None:
             self.speculator.begin_step(self.running, budget)
+            if self._all_wait():
+                return budget
         for request in self.running.copy():
             if not request.prefilled:
                 continue
@@ -220,6 +227,22 @@ class Scheduler:
             work.answer.planned += work.tokens
             work.answer.pending += work.tokens
         return budget
+
+    def _all_wait(self) -> bool:
+        """Whether no answer is in the next step, since enough of them wait for tokens in flight, behind which drafts are made.
+
+        An answer with a draft is not a step ahead. If the others were, their steps would be without it and its steps without
+        them, and each step reads all weights. Where all wait, they lose the host's time between two steps. No prompt waits.
+        """
+        assert self.speculator is not None
+        if not self.speculator.most or self.waiting or not all(request.prefilled for request in self.running):
+            return False
+        answers = [answer for request in self.running for answer in request.answers if answer.slot >= 0 and answer.wants_more]
+        waiting = sum(
+            answer.pending > 1 or (answer.pending == answer.unread == 1 and bool(self._draft(answer).tokens))
+            for answer in answers
+        )
+        return waiting > 0 and waiting * FEW_DRAFTS >= len(answers)
 
     def _complete_drafts(self, plan: StepPlan) -> int:
         """Puts the guesses of a draft model into the plan; returns how many tokens less the plan then reads."""
