@@ -147,6 +147,8 @@ def test_bad_input() -> None:
         TargetRecommender(10, top_k=3)
     with pytest.raises(rt.InvalidInput, match="categories is None; give the category of each item"):
         TargetRecommender(10, search="category", top_k=3)
+    with pytest.raises(rt.InvalidInput, match="bits is 32 and search is None; give search='lsh', or no bits"):
+        TargetRecommender(10, bits=32)
     with pytest.raises(rt.InvalidInput, match=r"must be int64 \(10,\)"):
         TargetRecommender(10, categories=torch.zeros(9, dtype=torch.long))
     model = TargetRecommender(10, dim=8, buckets=4)

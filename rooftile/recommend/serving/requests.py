@@ -45,10 +45,12 @@ def check_appended(batch: Any, items: int, timed: bool, last_time: Callable[[Has
     return found
 
 
-def check_asked(batch: Any, items: int, at: Any) -> list[Asked]:
+def check_asked(batch: Any, items: int, at: Any, timed: bool) -> list[Asked]:
     """Returns the users of a batch with their candidates."""
     entries = _entries(batch, (1, 2), "(user, items)")
     moments = _moments(at, len(entries))
+    if not timed and any(moment is not None for moment in moments):
+        raise InvalidInput(f"at is {shown(at)}, and the model has no buckets of time; give it buckets, or leave at out")
     found = []
     for each, moment in zip(entries, moments, strict=True):
         candidates = None if len(each) == 1 or each[1] is None else _integers("items", each[1])
@@ -104,6 +106,8 @@ def _times(user: Hashable, events: Tensor, times: Any, timed: bool, last: int | 
         if timed:
             raise InvalidInput(f"user {shown(user)} has events without times; the model has buckets of time: give seconds")
         return torch.zeros_like(events)
+    if not timed:
+        raise InvalidInput(f"user {shown(user)} has times, and the model has no buckets of time; give it buckets, or no times")
     times = _integers("times", times)
     if times.shape != events.shape:
         raise InvalidInput(f"user {shown(user)} has {events.shape[0]} events and {times.shape[0]} times; give one per event")
@@ -122,8 +126,9 @@ def _times(user: Hashable, events: Tensor, times: Any, timed: bool, last: int | 
 
 def _moments(at: Any, count: int) -> list[int | None]:
     """The time of each user's candidates."""
-    moments = at.tolist() if isinstance(at, Tensor) and at.ndim == 1 else at
-    moments = list(moments) if isinstance(moments, (list, tuple)) else [moments] * count
+    # arrays of numpy too; an array of no dimension is one moment
+    several = isinstance(at, (list, tuple)) or getattr(at, "ndim", 0) == 1
+    moments = list(at) if several else [at] * count
     if len(moments) != count:
         raise InvalidInput(f"at has {len(moments)} times for {count} users; give one for each, or one for all")
     found = [None if moment is None else whole(moment) for moment in moments]
