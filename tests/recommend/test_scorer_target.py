@@ -147,6 +147,18 @@ def test_only_the_last_events_are_kept(kind: str) -> None:
         assert scorer.histories.evicted == 0
 
 
+def test_a_call_that_does_not_fit_forgets_no_old_events() -> None:
+    model, (events, times) = made("TWIN"), history(40, 5)
+    scorer = Scorer(model, room=28, block_size=4, keep=25)
+    append(scorer, "ann", events[:25], times[:25])
+    before = scorer.score("ann")
+    with pytest.raises(InvalidInput, match="2 users of one call need 9 blocks; the pool has 7 of 4 events"):
+        scorer.append_many([("ann", events[25:29], times[25:29]), ("bob", events[:8], times[:8])])
+    assert torch.equal(scorer.score("ann"), before)
+    assert append(scorer, "ann", events[25:], times[25:]) == 25
+    scorer.histories.check()
+
+
 def test_what_the_model_does_not_read_is_not_kept() -> None:
     model, (events, times) = made("TWIN, last"), history(300, 5)
     scorer = Scorer(model, room=400, block_size=4)
@@ -307,7 +319,8 @@ def test_a_model_that_has_changed(name: str) -> None:
     model = made("ETA" if name == "planes" else "SIM, hard")
     scorer = Scorer(model, room=64)
     append(scorer, "ann", [1, 2], [10, 20])
-    model.load_state_dict({key: x.flip(0) if key == name else x for key, x in model.state_dict().items()})
+    with torch.no_grad():
+        model.state_dict()[name].copy_(model.state_dict()[name].flip(0))
     with pytest.raises(InvalidInput, match="weights have changed since users were read; call clear"):
         scorer.score("ann", [1])
     scorer.clear()

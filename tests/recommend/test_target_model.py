@@ -52,6 +52,12 @@ def plain(model: TargetRecommender, now: Tensor | None, last: int, top_k: int | 
                 chosen = torch.arange(end - begin)
                 if search == "category":
                     chosen = chosen[CATEGORIES[events[begin:end]] == CATEGORIES[item]][-(top_k or 0) :]
+                elif search == "lsh":
+                    assert model.planes is not None
+                    sides, own_side = keys[:, head] @ model.planes.to(q) > 0, q[head] @ model.planes.to(q) > 0
+                    # of events at one distance the latest is taken
+                    ranks = (sides != own_side).sum(1) * len(chosen) - chosen
+                    chosen = ranks.topk(min(top_k or 0, len(chosen)), largest=False).indices
                 elif top_k is not None:
                     by = scores if search == "exact" else own @ asked
                     chosen = by.topk(min(top_k, len(by))).indices
@@ -66,7 +72,7 @@ def plain(model: TargetRecommender, now: Tensor | None, last: int, top_k: int | 
     ("search", "top_k", "last", "buckets", "given"),
     [
         (None, None, None, 0, False), (None, None, 7, BUCKETS, True), ("exact", 6, None, BUCKETS, False),
-        ("embedding", 6, 20, 0, False), ("category", 2, None, BUCKETS, True),
+        ("embedding", 6, 20, 0, False), ("category", 2, None, BUCKETS, True), ("lsh", 4, 20, BUCKETS, False),
     ],
 )  # fmt: skip
 def test_the_logits_follow_the_formula(
