@@ -227,25 +227,30 @@ def test_an_error_between_passes_leaves_all_users_as_they_were(keep: int | None,
 
 
 def test_calls_from_threads() -> None:
-    model = made("ETA")
-    scorer, failed = Scorer(model, room=600), []
-    due = {n: anew(model, *history(20, n), torch.arange(ITEMS)) for n in range(6)}
+    """Threads have a user each, and one together, whose events may come in any order."""
+    model, given = made("DIN"), {n: history(20, n)[0] for n in range(6)}
+    scorer, failed, together = Scorer(model, room=600, block_size=4), [], threading.Barrier(len(given))
+    due = {n: anew(model, events, events, torch.arange(ITEMS)) for n, events in given.items()}
 
     def serve(user: int) -> None:
-        events, _ = history(20, user)
-        for _ in range(3):
-            scorer.forget(user)
-            for part in events.split(7):
+        together.wait()
+        try:
+            for part in given[user].split(3):
                 scorer.append(user, part)
-            if not close(scorer.score(user), due[user], 1e-6):
-                failed.append(user)
+                scorer.append("all", part)
+                scorer.score("all", [1])
+            assert close(scorer.score(user), due[user], 1e-6)
+        except Exception as error:
+            failed.append(error)
 
-    threads = [threading.Thread(target=serve, args=(user,)) for user in due]
+    threads = [threading.Thread(target=serve, args=(user,)) for user in given]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert not failed
+    everything = torch.cat(list(given.values()))
+    assert close(scorer.score("all"), anew(model, everything, everything, torch.arange(ITEMS)), 1e-6)
     scorer.histories.check()
 
 
