@@ -21,7 +21,7 @@ from rooftile.runtime.arguments import check_count
 
 # the planes of searches that do not read keys
 KEPT = {"category": "categories", "embedding": "items", "lsh": "hashes"}
-# keys and values that are copied out of pages at once, in numbers: a bound of the memory that a call takes
+# numbers of keys and values that are copied out of pages at once: a bound of the memory that a call takes
 MOST_COPIED = 1 << 26
 
 
@@ -92,14 +92,15 @@ class TargetReader:
     def _parts(self, users: Users, asked: list[Asked]) -> Iterator[list[Asked]]:
         """Yields parts of a call whose histories are copied out of the pages at once."""
         part: list[Asked] = []
-        free = MOST_COPIED
+        longest = 0
         for x in asked:
-            copied = users.histories.length(x.user) * 2 * self.model.dim
-            if part and copied > free:
+            length = users.histories.length(x.user)
+            # a copy has room for as many events of each user as the longest history has
+            if part and (len(part) + 1) * max(longest, length) * 2 * self.model.dim > MOST_COPIED:
                 yield part
-                part, free = [], MOST_COPIED
+                part, longest = [], 0
             part.append(x)
-            free -= copied
+            longest = max(longest, length)
         if part:
             yield part
 
@@ -120,8 +121,8 @@ class TargetReader:
             keys, values = keys[at], values[at]
         slots, ages, compared = books.slots(lines._replace(user=user), place), None, None
         if self.times is not None:
-            now = torch.tensor([users.moment(x) for x in asked], dtype=torch.int64).to(user.device)
-            ages = now[user] - self.times.view(-1)[slots]
+            now = users.on_device([torch.tensor([users.moment(x) for x in asked], dtype=torch.int64)])
+            ages = now[0, user] - self.times.view(-1)[slots]
         if self.searched is not None:
             kept = self.searched.flatten(0, 1)[slots]
             compared = self.model.embedded(kept)[:, None] if self.model.search == "embedding" else kept
