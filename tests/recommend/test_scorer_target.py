@@ -291,6 +291,8 @@ REFUSED: dict[str, tuple[str, Callable[[Scorer], Any]]] = {
     "at is 3 for user 'ann', whose last event is at 20": ("TWIN", lambda s: s.score("ann", [1], 3)),
     "at has 1 times for 2 users": ("TWIN", lambda s: s.score_many([("ann", [1]), ("ann", [2])], at=[40])),
     "at is 40.5; must be whole seconds": ("TWIN", lambda s: s.score("ann", [1], 40.5)),
+    "at is 9223372036854775808; must be whole seconds of int64": ("TWIN", lambda s: s.score("ann", [1], 1 << 63)),
+    r"events is \[36893488147419103232\]; must be whole numbers of int64": ("DIN", lambda s: s.append("ann", [1 << 65])),
     "has the item 60; items are 0 to 59": ("SIM, hard", lambda s: s.append("ann", [60], [30])),
     "has the item -1": ("SIM, soft", lambda s: s.score("ann", [3, -1])),
     "must be whole numbers": ("ETA", lambda s: s.append("ann", [1.5])),

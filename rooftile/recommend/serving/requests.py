@@ -92,13 +92,18 @@ def _integers(name: str, numbers: Any) -> Tensor:
     if not isinstance(numbers, Tensor):
         if isinstance(numbers, (str, bytes)) or not isinstance(numbers, Iterable):
             raise InvalidInput(f"{name} is {shown(numbers)}; must be whole numbers: a tensor (n,) or a list")
-        listed = list(numbers)
-        if any(whole(n) is None for n in listed):
-            raise InvalidInput(f"{name} is {shown(numbers)}; must be whole numbers: a tensor (n,) or a list")
-        return torch.tensor([whole(n) for n in listed], dtype=torch.int64)
+        listed = [_int64(n) for n in numbers]
+        if None in listed:
+            raise InvalidInput(f"{name} is {shown(numbers)}; must be whole numbers of int64: a tensor (n,) or a list")
+        return torch.tensor(listed, dtype=torch.int64)
     if numbers.ndim != 1 or numbers.dtype not in INTEGERS:
         raise InvalidInput(f"{name} is {shown(numbers)}; must be whole numbers: a tensor (n,) or a list")
     return numbers.detach().to("cpu", torch.int64)
+
+
+def _int64(value: Any) -> int | None:
+    number = whole(value)
+    return None if number is None or not -(1 << 63) <= number < 1 << 63 else number
 
 
 def _times(user: Hashable, events: Tensor, times: Any, timed: bool, last: int | None) -> Tensor:
@@ -131,8 +136,8 @@ def _moments(at: Any, count: int) -> list[int | None]:
     moments = list(at) if several else [at] * count
     if len(moments) != count:
         raise InvalidInput(f"at has {len(moments)} times for {count} users; give one for each, or one for all")
-    found = [None if moment is None else whole(moment) for moment in moments]
+    found = [None if moment is None else _int64(moment) for moment in moments]
     for moment, number in zip(moments, found, strict=True):
         if moment is not None and number is None:
-            raise InvalidInput(f"at is {shown(moment)}; must be whole seconds, or None for the time of the last event")
+            raise InvalidInput(f"at is {shown(moment)}; must be whole seconds of int64, or None for the time of the last event")
     return found
