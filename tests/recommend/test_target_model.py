@@ -55,7 +55,7 @@ def plain(model: TargetRecommender, now: Tensor | None, last: int, top_k: int | 
                 elif search == "lsh":
                     assert model.planes is not None
                     sides, own_side = keys[:, head] @ model.planes.to(q) > 0, q[head] @ model.planes.to(q) > 0
-                    # of events at one distance the latest is taken
+                    # the latest of equally near events is taken
                     ranks = (sides != own_side).sum(1) * len(chosen) - chosen
                     chosen = ranks.topk(min(top_k or 0, len(chosen)), largest=False).indices
                 elif top_k is not None:
