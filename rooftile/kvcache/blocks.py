@@ -317,6 +317,14 @@ class BlockPool:
         del table.blocks[keep:]
         table.length = length
 
+    def drop_first(self, table: BlockTable, blocks: int) -> None:
+        """Gives up a table's first blocks, which are full and not sealed: its tokens are numbered from the next one then."""
+        assert not table.sealed, f"{table} has sealed blocks"
+        assert blocks * self.size <= table.length, f"{table} has not {blocks} full blocks to give up"
+        self._give_up(table.blocks[:blocks])
+        del table.blocks[:blocks]
+        table.length -= blocks * self.size
+
     def free(self, table: BlockTable) -> None:
         """Gives up all blocks of a table; sealed ones stay in the prefix cache until their room is needed.
 

@@ -127,6 +127,11 @@ class Histories:
         self.notes.pop(user, None)
         return True
 
+    def forget_first(self, user: Hashable, blocks: int) -> None:
+        """Gives up the first blocks of a known user's history, which are full: events are numbered from the next one then."""
+        self.pool.drop_first(self._tables[user], blocks)
+        del self._packed[user][:blocks]
+
     @contextmanager
     def growing(self, counts: Mapping[Hashable, int]) -> Iterator[None]:
         """Gives slots to further events of users, new or known, and takes them back if the block of code raises an error.
@@ -195,16 +200,21 @@ class Histories:
         assert {user: table.blocks for user, table in self._tables.items()} == {u: list(x) for u, x in self._packed.items()}
         assert self.pool.used_blocks == sum(map(len, self._packed.values())), "a block is lost"
 
+    def has_room(self, lengths: Mapping[Hashable, int]) -> bool:
+        """Tells whether users of these lengths fit at once, if all others make room."""
+        return sum(map(self.pool.blocks_of, lengths.values())) <= self.pool.total
+
     def check_room(self, lengths: Mapping[Hashable, int]) -> None:
         """Raises InvalidInput if users of these lengths do not fit at once, even alone."""
         pool = self.pool
+        if self.has_room(lengths):
+            return
         blocks, room = sum(map(pool.blocks_of, lengths.values())), f"the pool has {pool.total:,} of {pool.size} events"
         for user, length in lengths.items():
             if length > pool.total * pool.size:
                 needs = f"would have {length:,} events in {pool.blocks_of(length):,} blocks"
                 raise InvalidInput(f"user {shown(user)} {needs}; {room}: give the last events, or make the pool larger")
-        if blocks > pool.total:
-            raise InvalidInput(f"{len(lengths):,} users of one call need {blocks:,} blocks; {room}: give fewer users at once")
+        raise InvalidInput(f"{len(lengths):,} users of one call need {blocks:,} blocks; {room}: give fewer users at once")
 
     def _make_room(self, counts: Mapping[Hashable, int]) -> None:
         for user in counts:

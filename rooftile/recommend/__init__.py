@@ -6,7 +6,7 @@
     layer = recommend.HSTU(64, heads=2, positions=256)                       # projection, attention, norm and gate
     model = recommend.HSTURecommender(items)                                 # model.loss(events, cu, times)
     o = recommend.target_attention(candidates, events, cu, top_k=100)        # candidates (B, M, H, D), events (total, H, D)
-    scorer = recommend.Scorer(model, room=10**6)                             # scorer.append(user, events, times)
+    scorer = recommend.Scorer(model, room=10**6)                             # of either model: scorer.append(user, events, times)
     scorer.score(user, items)
     clicks = recommend.TargetRecommender(items)                              # clicks.scores(events, cu, candidates)
 
@@ -19,7 +19,7 @@ Inside:
 
 hstu         attention without softmax (generative recommenders)
 target       candidates against a user's history, whole or searched (DIN, SIM, ETA, TWIN)
-serving      users' histories in pages, and a scorer over them
+serving      users' histories in pages, and a scorer over them for both kinds of models
 data         users' events from files, and drawn with planted interests
 metrics      hit rate, NDCG, and the area under the curve by group
 """

@@ -63,7 +63,7 @@ def case(
     numbers = torch.randn(total, bias, dtype=D64, requires_grad=True) if bias else None
     words: dict[str, Any] = dict(WEIGHTS[weights])
     if search != "whole":
-        words |= {"top_k": k, "short": "all"}
+        words |= {"top_k": k} if search == "category" else {"top_k": k, "short": "all"}
     if search == "summed":
         words["per_head"] = False
     elif search == "features":

@@ -81,6 +81,7 @@ BAD = {
     "no head": ("x.csv", "1,2,3,4\n", None, "which is no head; name the columns"),
     "fields": ("x.csv", "1,2,3\n", ("user", "item", "rating", "timestamp"), "event 1 has 3 fields"),
     "a time": ("x.csv", "user,item,timestamp\n1,2,3\n1,2,soon\n", None, "event 2 cannot be read: could not convert"),
+    "columns of JSON": ("x.jsonl", '{"user": 1, "item": 2}\n', ("user", "item"), "has lines of JSON, .*; leave columns out"),
     "no time": ("x.jsonl", '{"user": 1, "item": 2}\n', None, "event 1 cannot be read: it has no user, item or timestamp"),
 }
 
@@ -92,6 +93,14 @@ def test_files_that_cannot_be_read(tmp_path: Path, what: str) -> None:
         (tmp_path / name).write_text(text)
     with pytest.raises(rt.InvalidInput, match=due):
         read_events(tmp_path / name, columns=columns)
+
+
+def test_ratings_that_are_asked_for_and_not_there(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    file.write_text("user,item,timestamp\n1,2,3\n")
+    with pytest.raises(rt.InvalidInput, match="event 1 cannot be read: it has no rating, and least_rating is 4; leave"):
+        read_events(file, least_rating=4)
+    assert len(read_events(file).items) == 1
 
 
 def test_a_batch_has_the_events_of_its_users() -> None:

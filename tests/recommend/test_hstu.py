@@ -178,6 +178,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no bias": ({"times": torch.arange(9)}, "times came without a bias"),
     "edges": ({"bias": replace(TIMES, edges=torch.tensor([4, 3])), "times": torch.arange(9)}, "edges falls"),
     "zero": ({"bias": RelativeBias(torch.zeros(4), zero=4)}, "zero is 4"),
+    "zero without positions": (
+        {"bias": replace(TIMES, zero=4), "times": torch.arange(9)},
+        "zero is 4, and bias has no table of pos",
+    ),
     "heads of a table": ({"bias": RelativeBias(torch.zeros(3, 4))}, "one for each of 2 heads"),
     "targets": ({"targets": 5}, "user 0 has 4 rows"),
     "negative targets": ({"targets": torch.tensor([-1, 2])}, "targets has -1"),

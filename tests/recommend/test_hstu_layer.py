@@ -105,6 +105,17 @@ def test_bad_input() -> None:
         HSTU(10, 3)
     with pytest.raises(rt.InvalidInput, match=r"dropout is 1\.5"):
         HSTU(8, 2, dropout=1.5)
+    with pytest.raises(rt.InvalidInput, match="edges came, and buckets is 0; give buckets, or leave edges out"):
+        HSTU(8, 2, edges=torch.tensor([5, 6]))
+    x, cu = torch.randn(3, 8), torch.tensor([0, 3])
+    with pytest.raises(rt.InvalidInput, match="times came, and the layer has no buckets; give it buckets, or leave times out"):
+        HSTU(8, 2, positions=4)(x, cu, times=torch.arange(3))
+    with pytest.raises(rt.InvalidInput, match="positions came, and the layer has no positions; give it positions, or leave"):
+        HSTU(8, 2, buckets=4)(x, cu, times=torch.arange(3), positions=torch.arange(3))
+    model = HSTURecommender(10, dim=8, heads=2, layers=1, longest=4, buckets=0)
+    for call in (model, model.loss):
+        with pytest.raises(rt.InvalidInput, match="times came, and the model has no buckets of time; give it buckets, or leave"):
+            call(torch.tensor([1, 2]), torch.tensor([0, 2]), torch.arange(2))
     model = HSTURecommender(10, dim=8, heads=2, layers=1, longest=4, buckets=3)
     with pytest.raises(rt.InvalidInput, match="times is None"):
         model(torch.tensor([1, 2]), torch.tensor([0, 2]))

@@ -212,6 +212,10 @@ def test_bad_input_is_told_in_a_sentence() -> None:
         "key times without a table": ({"bias": None, "times": None}, "key_times came, and bias has no table of times"),
         "scale": ({"scale": None}, "scale is None"),
         "mask": ({"mask": "causal"}, "mask is 'causal'"),
+        "targets": (
+            {"mask": rt.CAUSAL & rt.Targets(2)},
+            r"Targets\(2\).*; rows beside pages are targets if candidates= has them",
+        ),
     }
     for change, due in bad.values():
         with pytest.raises(rt.InvalidInput, match=due) as error:

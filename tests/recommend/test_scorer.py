@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+import rooftile as rt
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.recommend import HSTURecommender, Scorer
 from rooftile.recommend.serving import users
-from rooftile.recommend.serving.hstu import HSTUReader
+from rooftile.recommend.serving.hstu_reader import HSTUReader
 
 ITEMS, LONGEST = 60, 40
 
@@ -44,7 +45,7 @@ def states_anew(model: HSTURecommender, events: Tensor, times: Tensor, candidate
         count = len(candidates)
         events, times = torch.cat([events, candidates]), torch.cat([times, torch.full((count,), at)])
     with torch.no_grad():
-        states = model(events, torch.tensor([0, len(events)]), times, targets=count or None)
+        states = model(events, torch.tensor([0, len(events)]), times if model.timed else None, targets=count or None)
     return states[-count:] if count else states
 
 
@@ -112,7 +113,8 @@ def test_formats_of_pages(kv_dtype: str, error: float) -> None:
     assert worst <= error
     assert kv_dtype == "float32" or worst > 0
     bits = {"float32": 4, "fp8": 1, "int8": 1}.get(kv_dtype, 2)
-    assert f"{'(8 bytes + 4 of scale)' if bits == 1 else f'8 dims x {bits} bytes'} + 16 of item and time" in str(scorer)
+    head = "(8 bytes + 4 of scale)" if bits == 1 else f"8 dims x {bits} bytes"
+    assert f"{head} + 8 of items + 8 of times + 4 of states" in str(scorer)
 
 
 def test_who_waits_longest_makes_room_and_may_come_back() -> None:
@@ -236,7 +238,7 @@ REFUSED = {
     "comes twice in one call": lambda s: s.append_many([("bob", [1], [1]), ("bob", [2], [2])]),
     "the batch has 'ann'": lambda s: s.score_many(["ann"]),
     "user 'eve' is unknown": lambda s: s.score("eve", [1]),
-    "leave at out": lambda s: s.score("ann", [1], at=40),
+    "without a head scores are of the last event's state: leave at out": lambda s: s.score("ann", [1], at=40),
     "at is 3 for user 'ann', whose last event is at 20": lambda s: s.candidate_states("ann", [1], 3),
 }
 
@@ -254,7 +256,7 @@ def test_what_is_refused_changes_nothing(words: str) -> None:
 
 def test_models_that_cannot_be_served() -> None:
     model = made()
-    with pytest.raises(InvalidInput, match=r"must be a rooftile\.recommend\.HSTURecommender"):
+    with pytest.raises(InvalidInput, match=r"must be a rooftile\.recommend\.HSTURecommender or rooftile"):
         Scorer(torch.nn.Linear(2, 2), room=10)
     with pytest.raises(InvalidInput, match="kv_dtype is 'int4'; must be 'auto', 'bfloat16'"):
         Scorer(model, room=10, kv_dtype="int4")
@@ -262,6 +264,10 @@ def test_models_that_cannot_be_served() -> None:
         Scorer(model, room=0)
     with pytest.raises(InvalidInput, match="keep is 40; must be below the model's longest"):
         Scorer(model, room=10, keep=40)
+    model.layers[0].mask = rt.CAUSAL & rt.Targets(4)
+    with pytest.raises(Unsupported, match="a row that is a target now would be an event later: leave Targets out"):
+        Scorer(model, room=10)
+    model = made()
     model.layers[0].scale = None
     with pytest.raises(Unsupported, match="divides by the number of events"):
         Scorer(model, room=10)
@@ -278,6 +284,18 @@ def test_models_that_cannot_be_served() -> None:
     model.train()
     with pytest.raises(InvalidInput, match="training mode"):
         scorer.score("ann", [1])
+
+
+def test_times_that_a_model_does_not_read() -> None:
+    scorer = Scorer(made(buckets=0), room=64, head=lambda states: states.sum(-1))
+    with pytest.raises(InvalidInput, match="user 'ann' has times, and the model has no buckets of time; give it buckets, or no"):
+        scorer.append("ann", [1, 2], [10, 20])
+    scorer.append("ann", [1, 2])
+    for call in (scorer.score, scorer.candidate_states):
+        with pytest.raises(
+            InvalidInput, match="at is 40, and the model has no buckets of time; give it buckets, or leave at out"
+        ):
+            call("ann", [1], at=40)
 
 
 def test_a_head_that_returns_another_shape() -> None:

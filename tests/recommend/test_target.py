@@ -267,6 +267,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {**CATEGORY, "q_categories": torch.zeros(2, 4).int(), "key_categories": torch.zeros(9).int()},
         "q has 6 candidates, 3 of each",
     ),
+    "short with categories": (
+        {
+            **CATEGORY, "short": "all", "q_categories": torch.zeros(2, 3).int(), "key_categories": torch.zeros(9).int(),
+        }, "short came with search='category', which does not read it",
+    ),
     "categories without their search": ({"top_k": 2, "q_categories": torch.zeros(2, 3).int()}, "came with search='exact'"),
 }  # fmt: skip
 

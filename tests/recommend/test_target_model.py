@@ -52,6 +52,12 @@ def plain(model: TargetRecommender, now: Tensor | None, last: int, top_k: int | 
                 chosen = torch.arange(end - begin)
                 if search == "category":
                     chosen = chosen[CATEGORIES[events[begin:end]] == CATEGORIES[item]][-(top_k or 0) :]
+                elif search == "lsh":
+                    assert model.planes is not None
+                    sides, own_side = keys[:, head] @ model.planes.to(q) > 0, q[head] @ model.planes.to(q) > 0
+                    # the latest of equally near events is taken
+                    ranks = (sides != own_side).sum(1) * len(chosen) - chosen
+                    chosen = ranks.topk(min(top_k or 0, len(chosen)), largest=False).indices
                 elif top_k is not None:
                     by = scores if search == "exact" else own @ asked
                     chosen = by.topk(min(top_k, len(by))).indices
@@ -66,7 +72,7 @@ def plain(model: TargetRecommender, now: Tensor | None, last: int, top_k: int | 
     ("search", "top_k", "last", "buckets", "given"),
     [
         (None, None, None, 0, False), (None, None, 7, BUCKETS, True), ("exact", 6, None, BUCKETS, False),
-        ("embedding", 6, 20, 0, False), ("category", 2, None, BUCKETS, True),
+        ("embedding", 6, 20, 0, False), ("category", 2, None, BUCKETS, True), ("lsh", 4, 20, BUCKETS, False),
     ],
 )  # fmt: skip
 def test_the_logits_follow_the_formula(
@@ -147,6 +153,8 @@ def test_bad_input() -> None:
         TargetRecommender(10, top_k=3)
     with pytest.raises(rt.InvalidInput, match="categories is None; give the category of each item"):
         TargetRecommender(10, search="category", top_k=3)
+    with pytest.raises(rt.InvalidInput, match="bits is 32 and search is None; give search='lsh', or no bits"):
+        TargetRecommender(10, bits=32)
     with pytest.raises(rt.InvalidInput, match=r"must be int64 \(10,\)"):
         TargetRecommender(10, categories=torch.zeros(9, dtype=torch.long))
     model = TargetRecommender(10, dim=8, buckets=4)

@@ -62,6 +62,24 @@ def test_an_error_takes_slots_back() -> None:
     books.check()
 
 
+def test_the_first_blocks_are_given_up() -> None:
+    books = histories()
+    grow(books, a=11, b=4)
+    slots = books.slots(books.lines(["a"], [3]), torch.arange(8, 11))
+    books.forget_first("a", 2)
+    assert (books.length("a"), books.pool.used_blocks, books.in_words("a")[:8]) == (3, 2, "3 events")
+    assert torch.equal(books.slots(books.lines(["a"], [3]), torch.arange(3)), slots)
+    grow(books, a=5, c=12)
+    assert list(books) == ["b", "a", "c"]
+    books.check()
+    with pytest.raises(AssertionError, match="has not 3 full blocks"):
+        books.forget_first("a", 3)
+    books.forget_first("a", 2)
+    assert (books.length("a"), "a" in books) == (0, True)
+    assert books.forget("a")
+    books.check()
+
+
 def test_lines_name_each_event_its_slot() -> None:
     """Whatever users come and go: no two events share a slot, and a table leads to what was written."""
     draw = random.Random(3)

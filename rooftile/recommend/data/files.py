@@ -36,8 +36,8 @@ def read_events(path: str | Path, *, columns: Sequence[str] | None = None, least
     Args:
         path: the folder or file; `.gz` is unpacked.
         columns: the names of a table's columns that has no head, among them user, item and timestamp, such as
-            ("item", "user", "rating", "timestamp").
-        least_rating: events with a lower rating are left out; None keeps all.
+            ("item", "user", "rating", "timestamp"). Not for lines of JSON, which name their fields.
+        least_rating: events with a lower rating are left out; None keeps all, and is due where events have no ratings.
 
     Returns:
         The events, sorted by user and time. Times in milliseconds become seconds.
@@ -56,7 +56,9 @@ def read_events(path: str | Path, *, columns: Sequence[str] | None = None, least
     for line, fields in enumerate(_fields(file, columns), 1):
         try:
             user, item, moment, rating = (_one(fields, names) for names in (USERS, ITEMS, TIMES, RATINGS))
-            if least_rating is not None and rating is not None and float(rating) < least_rating:
+            if least_rating is not None and rating is None:
+                raise ValueError(f"it has no rating, and least_rating is {least_rating}; leave least_rating out")
+            if least_rating is not None and float(rating) < least_rating:
                 continue
             if user is None or item is None or moment is None:
                 raise ValueError("it has no user, item or timestamp")
@@ -85,6 +87,8 @@ def _fields(file: Path, columns: Sequence[str] | None) -> Iterator[dict[str, Any
         first = next(lines, "")
         rest = chain([first], lines) if first else lines
         if first.lstrip().startswith("{"):
+            if columns is not None:
+                raise InvalidInput(f"columns came, and {file} has lines of JSON, which name their fields; leave columns out")
             for line in rest:
                 yield {str(name).lower(): value for name, value in json.loads(line).items()}
             return

@@ -94,6 +94,8 @@ def with_bias(q: Tensor, users: Users, problem: Problem, bias: Any, times: Any, 
     if position_table is None and positions is not None:
         raise InvalidInput("positions came, and bias has no table of positions; give RelativeBias(positions=table)")
     zero = check_count("zero", bias.zero, 0)
+    if position_table is None and zero:
+        raise InvalidInput(f"zero is {zero}, and bias has no table of positions; give RelativeBias(positions=table, zero={zero})")
     if position_table is not None and zero >= position_table.shape[1]:
         raise InvalidInput(f"zero is {zero}; bias.positions has {position_table.shape[1]} columns, and zero is one of them")
     row_times = key_times = edges = None

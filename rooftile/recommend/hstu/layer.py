@@ -34,7 +34,7 @@ class HSTU(nn.Module):
         mask: among events, as in `hstu_attention`.
         positions: columns of a table of positions of the layer's own; 0 for none.
         buckets: columns of a table of times of the layer's own; 0 for none.
-        edges: of the buckets; `time_edges(buckets)` if None.
+        edges: of the buckets, if there are some; `time_edges(buckets)` if None.
         scale: of the attention's sum, as in `hstu_attention`; None divides by the number of a user's rows.
         dropout: the probability that a number before the last projection is dropped in training.
         eps: of the norms.
@@ -68,6 +68,8 @@ class HSTU(nn.Module):
         if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
             raise InvalidInput(f"dropout is {shown(dropout)}; must be a number of at least 0 and below 1")
         self.mask, self.scale, self.dropout, self.eps, self.backend = mask, scale, float(dropout), eps, backend
+        if edges is not None and not check_count("buckets", buckets, 0):
+            raise InvalidInput("edges came, and buckets is 0; give buckets, or leave edges out")
         made = {"device": device, "dtype": dtype}
         self.widths = (self.heads * self.head_dim,) * 2 + (self.heads * self.attention_dim,) * 2
         self.norm = nn.LayerNorm(self.dim, eps=eps, **made)  # type: ignore[arg-type]
@@ -90,14 +92,21 @@ class HSTU(nn.Module):
         """Computes the layer of x (total, dim) with users' offsets cu (B + 1,).
 
         Args:
-            contextual, positions, targets: as in `hstu_attention`.
-            times: seconds per row; read if the layer has buckets.
+            contextual, targets: as in `hstu_attention`.
+            positions: as in `hstu_attention`, for a layer with a table of positions, and no other.
+            times: seconds per row, for a layer with buckets, and no other.
+
+        Raises:
+            InvalidInput: an argument is wrong, or there is no table that reads it.
         """
+        for name, given, table in (("positions", positions, self.position_table), ("times", times, self.time_table)):
+            if given is not None and table is None:
+                word = "buckets" if name == "times" else name
+                raise InvalidInput(f"{name} came, and the layer has no {word}; give it {word}, or leave {name} out")
         u, q, k, v = self.projected(x)
         y = hstu_attention(
             q, k, v, cu, alpha=self.alpha, mask=self.mask, bias=self.bias, contextual=contextual, targets=targets,
-            positions=None if self.position_table is None else positions, times=None if self.time_table is None else times,
-            scale=self.scale, backend=self.backend,
+            positions=positions, times=times, scale=self.scale, backend=self.backend,
         )  # fmt: skip
         return self.gated(x, y, u)
 

@@ -70,10 +70,10 @@ class HSTURecommender(nn.Module):
         Args:
             events: item numbers (total,), of users one after the other.
             cu: offsets (B + 1,) of users.
-            times: seconds (total,), if the model has buckets.
+            times: seconds (total,), for a model with buckets, and no other.
             targets: how many last events of each user are candidates, as in `hstu_attention`.
         """
-        self._check(events, cu)
+        self._check(events, cu, times)
         rows = torch.arange(events.shape[0], device=events.device)
         lengths = cu.diff().to(events.device)
         first = torch.repeat_interleave(cu[:-1].to(events.device), lengths, output_size=events.shape[0])
@@ -85,8 +85,13 @@ class HSTURecommender(nn.Module):
             place = torch.minimum(place, end)
         x = F.dropout(self.embedded(events, place), self.dropout, self.training)
         for layer in self.layers:
-            x = layer(x, cu, times=times, targets=targets)
+            x = layer(x, cu, times=times if layer.time_table is not None else None, targets=targets)
         return x
+
+    @property
+    def timed(self) -> bool:
+        """Whether the model reads times."""
+        return any(layer.time_table is not None for layer in self.layers)
 
     def embedded(self, events: Tensor, place: Tensor) -> Tensor:
         """Returns the rows (total, dim) that enter the first layer: of items, each with its number in the user's history."""
@@ -127,9 +132,13 @@ class HSTURecommender(nn.Module):
         table = self.embedding.weight if items is None else self.embedding(items)
         return F.normalize(states, dim=-1) @ F.normalize(table, dim=-1).mT
 
-    def _check(self, events: Tensor, cu: Tensor) -> None:
+    def _check(self, events: Tensor, cu: Tensor, times: Tensor | None) -> None:
         if not isinstance(events, Tensor) or events.ndim != 1 or events.dtype not in (torch.int32, torch.int64):
             raise InvalidInput(f"events is {shown(events)}; must be int64 (total,), the numbers of items")
+        if times is not None and not self.timed:
+            raise InvalidInput("times came, and the model has no buckets of time; give it buckets, or leave times out")
+        if times is None and self.timed:
+            raise InvalidInput(f"times is None; the model has buckets of time, and needs seconds ({len(events)},)")
         # on a GPU PyTorch's embeddings stop the program at a number that they do not have
         if torch.compiler.is_compiling():
             return

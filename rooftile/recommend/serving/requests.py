@@ -45,10 +45,12 @@ def check_appended(batch: Any, items: int, timed: bool, last_time: Callable[[Has
     return found
 
 
-def check_asked(batch: Any, items: int, at: Any) -> list[Asked]:
+def check_asked(batch: Any, items: int, at: Any, timed: bool) -> list[Asked]:
     """Returns the users of a batch with their candidates."""
     entries = _entries(batch, (1, 2), "(user, items)")
     moments = _moments(at, len(entries))
+    if not timed and any(moment is not None for moment in moments):
+        raise InvalidInput(f"at is {shown(at)}, and the model has no buckets of time; give it buckets, or leave at out")
     found = []
     for each, moment in zip(entries, moments, strict=True):
         candidates = None if len(each) == 1 or each[1] is None else _integers("items", each[1])
@@ -90,13 +92,18 @@ def _integers(name: str, numbers: Any) -> Tensor:
     if not isinstance(numbers, Tensor):
         if isinstance(numbers, (str, bytes)) or not isinstance(numbers, Iterable):
             raise InvalidInput(f"{name} is {shown(numbers)}; must be whole numbers: a tensor (n,) or a list")
-        listed = list(numbers)
-        if any(whole(n) is None for n in listed):
-            raise InvalidInput(f"{name} is {shown(numbers)}; must be whole numbers: a tensor (n,) or a list")
-        return torch.tensor([whole(n) for n in listed], dtype=torch.int64)
+        listed = [_int64(n) for n in numbers]
+        if None in listed:
+            raise InvalidInput(f"{name} is {shown(numbers)}; must be whole numbers of int64: a tensor (n,) or a list")
+        return torch.tensor(listed, dtype=torch.int64)
     if numbers.ndim != 1 or numbers.dtype not in INTEGERS:
         raise InvalidInput(f"{name} is {shown(numbers)}; must be whole numbers: a tensor (n,) or a list")
     return numbers.detach().to("cpu", torch.int64)
+
+
+def _int64(value: Any) -> int | None:
+    number = whole(value)
+    return None if number is None or not -(1 << 63) <= number < 1 << 63 else number
 
 
 def _times(user: Hashable, events: Tensor, times: Any, timed: bool, last: int | None) -> Tensor:
@@ -104,6 +111,8 @@ def _times(user: Hashable, events: Tensor, times: Any, timed: bool, last: int | 
         if timed:
             raise InvalidInput(f"user {shown(user)} has events without times; the model has buckets of time: give seconds")
         return torch.zeros_like(events)
+    if not timed:
+        raise InvalidInput(f"user {shown(user)} has times, and the model has no buckets of time; give it buckets, or no times")
     times = _integers("times", times)
     if times.shape != events.shape:
         raise InvalidInput(f"user {shown(user)} has {events.shape[0]} events and {times.shape[0]} times; give one per event")
@@ -122,12 +131,13 @@ def _times(user: Hashable, events: Tensor, times: Any, timed: bool, last: int | 
 
 def _moments(at: Any, count: int) -> list[int | None]:
     """The time of each user's candidates."""
-    moments = at.tolist() if isinstance(at, Tensor) and at.ndim == 1 else at
-    moments = list(moments) if isinstance(moments, (list, tuple)) else [moments] * count
+    # arrays of numpy too; an array of no dimension is one moment
+    several = isinstance(at, (list, tuple)) or getattr(at, "ndim", 0) == 1
+    moments = list(at) if several else [at] * count
     if len(moments) != count:
         raise InvalidInput(f"at has {len(moments)} times for {count} users; give one for each, or one for all")
-    found = [None if moment is None else whole(moment) for moment in moments]
+    found = [None if moment is None else _int64(moment) for moment in moments]
     for moment, number in zip(moments, found, strict=True):
         if moment is not None and number is None:
-            raise InvalidInput(f"at is {shown(moment)}; must be whole seconds, or None for the time of the last event")
+            raise InvalidInput(f"at is {shown(moment)}; must be whole seconds of int64, or None for the time of the last event")
     return found

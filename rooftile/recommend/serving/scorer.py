@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import chain
 from threading import RLock
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from rooftile.errors import InvalidInput
 from rooftile.kvcache.operators import LARGEST
 from rooftile.kvcache.specs import bytes_in_words
 from rooftile.recommend.hstu.model import HSTURecommender
-from rooftile.recommend.serving.hstu import HSTUReader, check_model
-from rooftile.recommend.serving.requests import Appended, Asked, check_appended, check_asked, check_user
-from rooftile.recommend.serving.users import Users
+from rooftile.recommend.serving.hstu_reader import HSTUReader
+from rooftile.recommend.serving.requests import Asked, check_appended, check_asked, check_user
+from rooftile.recommend.serving.target_reader import TargetReader
+from rooftile.recommend.serving.users import Reader, Users
+from rooftile.recommend.target.model import TargetRecommender
 from rooftile.runtime.arguments import check_count, shown
 from rooftile.runtime.words import answers_foreign_words, answers_words
 
 FLOATS = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 EIGHT_BITS = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+READERS: dict[type, Callable[..., Reader]] = {HSTURecommender: HSTUReader, TargetRecommender: TargetReader}
 
 
 @answers_words
@@ -33,14 +36,17 @@ class Scorer:
     Scores equal those of the model over the whole history, up to rounding.
 
     Args:
-        model: an `HSTURecommender`, whose layers are causal and have a fixed scale; it is put into evaluation mode. To train it
-            further, give the scorer a copy, or `clear` it afterwards.
+        model: an `HSTURecommender`, whose layers are causal and have a fixed scale, or a `TargetRecommender`; it is put into
+            evaluation mode. To train it further, give the scorer a copy, or `clear` it afterwards.
         room: how many events of all users there is room for.
         block_size: events per block, a power of two; a user wastes half a block on average.
         head: turns the states (n, dim) of candidates into scores (n,), as a ranking model was trained. None scores by the cosine
-            of the state after the user's last event and the item, as `HSTURecommender.scores` does.
-        keep: how many of the last events are read anew when a history would reach `model.longest`, which leaves no place for
-            candidates. None refuses a longer one.
+            of the state after the user's last event and the item, as `HSTURecommender.scores` does. A `TargetRecommender` takes
+            none: its scores are the probabilities of `TargetRecommender.scores`.
+        keep: how many of the last events stay when a history gets too long. An `HSTURecommender` reads them anew when a history
+            would reach `model.longest`, which leaves no place for candidates; None refuses a longer one. For a
+            `TargetRecommender` older events are too many: they are forgotten, and nothing is read anew; None keeps the events
+            that its `last=` reads, or all.
         kv_dtype: of the pages: "auto" for the model's, "bfloat16", "float16" or "float32", or "fp8" and "int8" with a scale per
             head of an event.
 
@@ -58,20 +64,30 @@ class Scorer:
         4
         >>> scorer.score("ann", [7, 9, 11]).shape
         torch.Size([3])
+        >>> clicks = Scorer(TargetRecommender(1000, search="exact", top_k=20), room=4096)
+        >>> clicks.append("ann", [3, 17, 5])
+        3
+        >>> clicks.score("ann", [7, 9]).shape
+        torch.Size([2])
     """
 
     def __init__(
-        self, model: HSTURecommender, *, room: int, block_size: int = 16, head: Callable[[Tensor], Tensor] | None = None,
-        keep: int | None = None, kv_dtype: str | torch.dtype = "auto",
+        self, model: HSTURecommender | TargetRecommender, *, room: int, block_size: int = 16,
+        head: Callable[[Tensor], Tensor] | None = None, keep: int | None = None, kv_dtype: str | torch.dtype = "auto",
     ) -> None:  # fmt: skip
         room, block_size = check_count("room", room), check_count("block_size", block_size)
         if head is not None and not callable(head):
             raise InvalidInput(f"head is {shown(head)}; must turn states (n, dim) into scores (n,), or be None")
-        self.model = check_model(model).eval()
-        self._users = Users(HSTUReader(model, -(-room // block_size), block_size, _dtype_of(kv_dtype, model)))
-        if keep is not None and check_count("keep", keep) >= model.longest:
-            raise InvalidInput(f"keep is {keep}; must be below the model's longest, {model.longest}, so that further events fit")
-        self.head, self.keep = head, keep
+        reader = next((reader for kind, reader in READERS.items() if isinstance(model, kind)), None)
+        if reader is None:
+            due = " or ".join(f"rooftile.recommend.{kind.__name__}" for kind in READERS)
+            raise InvalidInput(f"model is {shown(type(model).__name__)}; must be a {due}")
+        self.model = model.eval()
+        dtype = _dtype_of(kv_dtype, model.embedding.weight.dtype)
+        # pages that are made in inference mode could not be written outside of it
+        with torch.inference_mode(False):
+            self._reader = reader(self.model, -(-room // block_size), block_size, dtype, head=head, keep=keep)
+        self._users = Users(self._reader)
         self.histories = self._users.histories
         self._lock = RLock()
         self._weights = self._stamp()
@@ -106,7 +122,7 @@ class Scorer:
         Args:
             user: any hashable value.
             events: item numbers (n,), in their order; none makes a user without events.
-            times: seconds (n,), rising, also from the user's last event; for a model with buckets.
+            times: seconds (n,), rising, also from the user's last event; for a model with buckets, and no other.
 
         Raises:
             InvalidInput: an argument is wrong, the history would be too long, or there is too little room; nothing has changed.
@@ -117,8 +133,7 @@ class Scorer:
         """Appends events of several users at once: (user, events) or (user, events, times) each; returns their lengths."""
         with self._lock, torch.no_grad():
             self._check_weights()
-            given = check_appended(batch, self.model.items, self._users.reader.timed, self._users.last_time)
-            return self._users.append(*self._within_longest(given))
+            return self._users.append(check_appended(batch, self.model.items, self._reader.timed, self._users.last_time))
 
     @answers_foreign_words
     def score(self, user: Hashable, items: Tensor | Sequence[int] | None = None, at: int | None = None) -> Tensor:
@@ -127,8 +142,8 @@ class Scorer:
         Args:
             user: a user whose events were appended.
             items: item numbers (n,); None for all items, where there is no `head`.
-            at: seconds at which candidates are read by a model with buckets, not before the last event; its time if None. Scores
-                without a `head` do not depend on it.
+            at: seconds at which candidates are shown, for a model with buckets; not before the last event, whose time it is if
+                None. Cosines, the scores of an `HSTURecommender` without a `head`, take none.
 
         Raises:
             InvalidInput: the user is unknown, or an argument is wrong.
@@ -144,28 +159,21 @@ class Scorer:
             at: as in `score`; one time for all, or one for each.
         """
         with self._lock, torch.no_grad():
-            if self.head is None:
-                if at is not None:
-                    raise InvalidInput(
-                        f"at is {shown(at)}, and without a head scores are of the last event's state: leave at out"
-                    )
-                return self._cosines(self._asked(batch, at))
-            asked = self._asked(batch, at)
-            scores, counts = self.head(self._users.candidates(asked)), [len(x.items) for x in asked if x.items is not None]
-            if not isinstance(scores, Tensor) or scores.shape != (sum(counts),):
-                raise InvalidInput(f"head has returned {shown(scores)}; must be a score per candidate, ({sum(counts)},)")
-            return list(scores.split(counts))
+            return self._reader.scores(self._users, self._asked(batch, at))
 
     @answers_foreign_words
     def candidate_states(self, user: Hashable, items: Tensor | Sequence[int], at: int | None = None) -> Tensor:
-        """Returns the states (n, dim) of candidates as the model reads them behind the history; each sees that and itself."""
+        """Returns the states (n, dim) of candidates as an `HSTURecommender` reads them behind the history.
+
+        Each sees the history and itself.
+        """
         with self._lock, torch.no_grad():
-            return self._users.candidates(self._asked([(user, items)], at))
+            return self._reader.candidate_states(self._users, self._asked([(user, items)], at))
 
     def state(self, user: Hashable) -> Tensor:
-        """Returns the state (dim,) after a user's last event."""
+        """Returns the state (dim,) of an `HSTURecommender` after a user's last event."""
         with self._lock, torch.no_grad():
-            return self._users.last_states(self._asked([(user,)], None))[0].clone()
+            return self._reader.last_states(self._users, self._asked([(user,)], None))[0].clone()
 
     def forget(self, user: Hashable) -> bool:
         """Forgets a user; returns whether the user was known."""
@@ -179,29 +187,10 @@ class Scorer:
                 self.forget(user)
             self._weights = self._stamp()
 
-    def _within_longest(self, given: list[Appended]) -> tuple[list[Appended], set[Hashable]]:
-        """Cuts histories that would be too long to their last events; returns whose have to be read anew."""
-        # behind a history that is cut a candidate has room
-        longest, anew = self.model.longest - (self.keep is not None), set()
-        for n, x in enumerate(given):
-            length, more = self.histories.length(x.user), x.events.shape[0]
-            if length + more <= longest:
-                continue
-            if self.keep is None:
-                raise InvalidInput(
-                    f"user {shown(x.user)} has {length:,} events and gets {more:,}; the model's longest is {longest:,}, and what "
-                    "later events have seen cannot be dropped: forget the user and append the last events, or give keep="
-                )
-            events, times = self._users.kept(x.user)
-            last = slice(-self.keep, None)
-            given[n] = Appended(x.user, torch.cat([events, x.events])[last], torch.cat([times, x.times])[last])
-            anew.add(x.user)
-        return given, anew
-
     def _asked(self, batch: Any, at: Any) -> list[Asked]:
         """The users of a call, who count as used."""
         self._check_weights()
-        asked = check_asked(batch, self.model.items, at)
+        asked = check_asked(batch, self.model.items, at, self._reader.timed)
         for x in asked:
             self.histories.use(x.user)
             last = self._users.last_time(x.user)
@@ -209,19 +198,10 @@ class Scorer:
                 raise InvalidInput(f"at is {x.at} for user {shown(x.user)}, whose last event is at {last}; must not be before it")
         return asked
 
-    def _cosines(self, asked: list[Asked]) -> list[Tensor]:
-        states = self._users.last_states(asked)
-        if all(x.items is None for x in asked):
-            return list(self.model.scores(states))
-        items = [torch.arange(self.model.items) if x.items is None else x.items for x in asked]
-        users = [torch.full_like(x, n) for n, x in enumerate(items)]
-        items_, users_ = self._users.on_device(items, users)
-        pair = F.normalize(states, dim=-1)[users_].float() * F.normalize(self.model.embedding(items_), dim=-1).float()
-        return list(pair.sum(-1).to(states.dtype).split([len(x) for x in items]))
-
     def _stamp(self) -> list[tuple[int, int]]:
-        """Changes with the model's weights."""
-        return [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in self.model.parameters()]
+        """Changes with the model's weights, and with its tables of categories and planes of hashes."""
+        tensors = chain(self.model.parameters(), self.model.buffers())
+        return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
 
     def _check_weights(self) -> None:
         if self.model.training:
@@ -231,17 +211,17 @@ class Scorer:
         self._weights = self._stamp()
 
     def _event_in_words(self) -> str:
-        storage, states = self._users.reader.pages.storage, self._users.reader.states
-        _, layers, _, size, heads, dim = storage.shape
+        storage, planes = self._reader.pages.storage, self._reader.pages.planes
+        blocks, layers, _, size, heads, dim = storage.shape
         per_head = f"({dim} bytes + 4 of scale)" if storage.dtype in LARGEST else f"{dim} dims x {storage.element_size()} bytes"
-        beside = f"16 of item and time + {states.shape[1] * states.element_size() / size:g} of state"
+        beside = "".join(f" + {plane.nbytes / (blocks * size):g} of {name}" for name, plane in planes.items())
         each = self.histories.block_bytes / size
-        return f"{layers} layers x 2 x {heads} heads x {per_head} + {beside} = {bytes_in_words(each)}"
+        return f"{layers} layer{'s' * (layers > 1)} x 2 x {heads} heads x {per_head}{beside} = {bytes_in_words(each)}"
 
 
-def _dtype_of(kv_dtype: Any, model: HSTURecommender) -> torch.dtype:
+def _dtype_of(kv_dtype: Any, own: torch.dtype) -> torch.dtype:
     if kv_dtype == "auto":
-        return model.embedding.weight.dtype
+        return own
     word = str(kv_dtype).removeprefix("torch.")
     if word in EIGHT_BITS:
         return EIGHT_BITS[word]

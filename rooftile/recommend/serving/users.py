@@ -3,19 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from rooftile.errors import InvalidInput
-from rooftile.kvcache.histories import Histories
-from rooftile.recommend.serving.hstu import HSTUReader
+from rooftile.kvcache import Pages
+from rooftile.kvcache.histories import Histories, Lines
 from rooftile.recommend.serving.requests import Appended, Asked
-from rooftile.runtime.arguments import shown
 
 # rows that go through the layers at once: a bound of the memory that a long history takes while it is read
 ROWS = 8192
+
+
+class Rows(NamedTuple):
+    """Events that are appended, or candidates, on the device."""
+
+    items: Tensor  # (total,) int64
+    times: Tensor  # (total,) int64; zeros if the model reads no times
+    places: Tensor  # (total,) int64: numbers among the events of the user's pages; of candidates the number behind the last
+    lines: Lines
+
+
+class Reader(Protocol):
+    """How a kind of model reads events into pages, and scores candidates against them: all that differs between the kinds.
+
+    Args:
+        pages: where it writes; nothing else does.
+        timed: whether it reads times.
+        most: how many of a user's last events candidates read; older ones are forgotten. None for all.
+    """
+
+    pages: Pages
+    timed: bool
+    most: int | None
+
+    def fitted(self, users: Users, given: Appended) -> tuple[Appended, bool]:
+        """Returns the events that are read, and whether they replace what is known of the user.
+
+        Raises InvalidInput if the history would be too long.
+        """
+
+    def read(self, rows: Rows, slots: Tensor) -> Tensor | None:
+        """Reads events into their slots (total,); lengths count them already.
+
+        Returns states (B, dim) after each user's last row for `keep`, or None if the model keeps no states.
+        """
+
+    def keep(self, states: Tensor, blocks: Tensor) -> None:
+        """Keeps the states (B, dim) after users' last events, which are in the blocks (B,)."""
+
+    def scores(self, users: Users, asked: list[Asked]) -> list[Tensor]:
+        """Returns the scores (n,) of each user's candidates."""
+
+    def candidate_states(self, users: Users, asked: list[Asked]) -> Tensor:
+        """Returns the states (total, dim) of candidates behind their histories."""
+
+    def last_states(self, users: Users, asked: list[Asked]) -> Tensor:
+        """Returns the states (B, dim) after users' last events."""
 
 
 class Stretch(NamedTuple):
@@ -24,47 +69,79 @@ class Stretch(NamedTuple):
     user: Hashable
     events: Tensor
     times: Tensor
-    first: int  # the number of the first among the user's events
+    first: int  # the number of the first among the events of the user's pages
 
 
 class Users:
     """The histories of all users, in a reader's pages."""
 
-    def __init__(self, reader: HSTUReader) -> None:
+    def __init__(self, reader: Reader) -> None:
         self.reader = reader
         self.histories = Histories(reader.pages)
+
+    def length(self, user: Hashable) -> int:
+        """Returns how many events of a user candidates read."""
+        return self._read_of(self.histories.length(user))
 
     def last_time(self, user: Hashable) -> int | None:
         """Returns the seconds of a user's last event; None if there is none."""
         found: int | None = self.histories.notes.get(user)
         return found
 
-    def append(self, given: list[Appended], anew: set[Hashable]) -> list[int]:
-        """Reads further events of users, those in `anew` from their first on; returns how many events each has now."""
+    def append(self, given: list[Appended]) -> list[int]:
+        """Reads further events of users; returns how many events each has now."""
         books = self.histories
+        fitted = [self.reader.fitted(self, x) for x in given]
+        given, anew = [x for x, _ in fitted], [x.user for x, replaces in fitted if replaces]
         lengths = {x.user: len(x.events) + (0 if x.user in anew else books.length(x.user)) for x in given}
-        books.check_room(lengths)
+        # whole blocks of events that candidates do not read when the call is done
+        unread = {user: (length - self._read_of(length)) // books.pool.size for user, length in lengths.items()}
+        after = {user: length - unread[user] * books.pool.size for user, length in lengths.items()}
+        books.check_room(after)
         for user in anew:
             books.forget(user)
+        if early := not books.has_room(lengths):
+            # old events make room for new ones before these are read, and are lost even if that fails
+            self._forget_first(unread)
+            lengths = after
         with books.growing({x.user: len(x.events) for x in given}):
             # states are kept when all is read: an error gives slots back, and the block before them has its user's last state
-            for states, blocks in [self._read(part) for part in stretches(given, lengths)]:
-                self.reader.keep(states, blocks)
+            read = [self._read(part) for part in stretches(given, lengths)]
+            for states, blocks in read:
+                if states is not None:
+                    self.reader.keep(states, blocks)
+        if not early:
+            self._forget_first(unread)
         for x in given:
             if len(x.times):
                 books.notes[x.user] = int(x.times[-1])
-        return [lengths[x.user] for x in given]
+        return [self.length(x.user) for x in given]
 
-    def kept(self, user: Hashable) -> tuple[Tensor, Tensor]:
-        """Returns a user's events and times, on the host."""
+    def slots(self, user: Hashable) -> Tensor:
+        """Returns the slots of all events in a user's pages."""
         length = self.histories.length(user)
-        if not length:
-            return torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
-        places = torch.arange(length, device=self.reader.items.device)
-        slots = self.histories.slots(self.histories.lines([user], [length]), places)
-        return self.reader.items.view(-1)[slots].cpu(), self.reader.times.view(-1)[slots].cpu()
+        places = torch.arange(length, device=self.reader.pages.storage.device)
+        return self.histories.slots(self.histories.lines([user], [length]), places)
 
-    def _read(self, part: list[Stretch]) -> tuple[Tensor, Tensor]:
+    def moment(self, asked: Asked) -> int:
+        """Returns the seconds at which candidates are shown: by default when the user's last event was, or 0 without events."""
+        return (self.last_time(asked.user) or 0) if asked.at is None else asked.at
+
+    def candidates(self, asked: list[Asked], items: list[Tensor]) -> Rows:
+        """Returns the rows of candidates (n,) of each user in a call; a user may come twice."""
+        times = [torch.full_like(x, self.moment(each)) for each, x in zip(asked, items, strict=True)]
+        places = [torch.full_like(x, self.histories.length(each.user)) for each, x in zip(asked, items, strict=True)]
+        lines = self.histories.lines([each.user for each in asked], [len(x) for x in items])
+        items_, times_, places_ = self.on_device(items, times, places)
+        return Rows(items_, times_, places_, lines)
+
+    def on_device(self, *lists: list[Tensor]) -> Tensor:
+        """Returns lists of numbers on the host as rows of one tensor, which is copied once."""
+        device = self.reader.pages.storage.device
+        rows = torch.stack([torch.cat(x) if x else torch.empty(0, dtype=torch.int64) for x in lists])
+        return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
+
+    def _read(self, part: list[Stretch]) -> tuple[Tensor | None, Tensor]:
         """Reads stretches of events of some users, each user once; returns the states after them, and the blocks of these."""
         lines = self.histories.lines(
             [x.user for x in part], [len(x.events) for x in part], [x.first + len(x.events) for x in part]
@@ -72,42 +149,16 @@ class Users:
         places = [torch.arange(x.first, x.first + len(x.events)) for x in part]
         items, times, places_ = self.on_device([x.events for x in part], [x.times for x in part], places)
         slots = self.histories.slots(lines, places_)
-        return self.reader.read(items, times, places_, slots, lines), slots[lines.cu[1:].long() - 1] // self.histories.pool.size
+        states = self.reader.read(Rows(items, times, places_, lines), slots)
+        return states, slots[lines.cu[1:].long() - 1] // self.histories.pool.size
 
-    def candidates(self, asked: list[Asked]) -> Tensor:
-        """Returns the states of all candidates, (total, dim)."""
-        users, items, times, places = [], [], [], []
-        for x in asked:
-            length = self.histories.length(x.user)
-            if x.items is None:
-                raise InvalidInput(f"user {shown(x.user)} has no items; candidates are read one by one: give their numbers")
-            if length >= self.reader.model.longest:
-                raise InvalidInput(
-                    f"user {shown(x.user)} has {length:,} events, the model's longest; a candidate would stand behind them: "
-                    "forget the user and append fewer, or give keep="
-                )
-            at = (self.last_time(x.user) or 0) if x.at is None else x.at
-            users.append(x.user)
-            items.append(x.items)
-            times.append(torch.full_like(x.items, at))
-            places.append(torch.full_like(x.items, length))
-        lines = self.histories.lines(users, [len(x) for x in items])
-        items_, times_, places_ = self.on_device(items, times, places)
-        return self.reader.candidates(items_, times_, places_, lines)
+    def _read_of(self, length: int) -> int:
+        return length if self.reader.most is None else min(length, self.reader.most)
 
-    def last_states(self, asked: list[Asked]) -> Tensor:
-        """Returns the states (B, dim) after users' last events."""
-        for x in asked:
-            if not self.histories.length(x.user):
-                raise InvalidInput(f"user {shown(x.user)} has no events, so there is no state after the last one; append some")
-        blocks = torch.tensor([self.histories.last_block(x.user) for x in asked], dtype=torch.int64)
-        return self.reader.states[blocks.to(self.reader.states.device)]
-
-    def on_device(self, *lists: list[Tensor]) -> Tensor:
-        """Returns lists of numbers on the host as rows of one tensor, which is copied once."""
-        device = self.reader.states.device
-        rows = torch.stack([torch.cat(x) if x else torch.empty(0, dtype=torch.int64) for x in lists])
-        return rows.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else rows
+    def _forget_first(self, blocks: Mapping[Hashable, int]) -> None:
+        for user, count in blocks.items():
+            if count:
+                self.histories.forget_first(user, count)
 
 
 def stretches(given: list[Appended], lengths: Mapping[Hashable, int]) -> Iterator[list[Stretch]]:

@@ -76,7 +76,7 @@ def target_attention(
             scores. For "lsh" also hashes of `simhash`, int32 words.
         search_q: (B, M, 1|H, dim), or (total_q, 1|H, dim): features of candidates for the search.
         short: under "refuse", the default, a user with fewer than top_k events is an error; "all" reads all its events. Offsets
-            on a GPU are not read, and all are.
+            on a GPU are not read, and all are. Not for categories, of which a user may have any number of events.
         top_k: how many events a candidate reads; None for the whole history. Gradients flow to the events that are chosen, and
             none through the choice.
         values: (total, Hk, Dv); keys if None.

@@ -6,7 +6,7 @@ End-to-End Target Attention, arXiv:2108.04468; Chang et al., TWIN, arXiv:2302.02
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,22 @@ from torch.nn import functional as F
 from rooftile.errors import InvalidInput
 from rooftile.recommend.hstu.bias import time_edges
 from rooftile.recommend.target.attention import target_attention
-from rooftile.recommend.target.search.simhash import simhash_planes
+from rooftile.recommend.target.search.simhash import simhash, simhash_planes
 from rooftile.runtime.arguments import check_choice, check_count, shown
 from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_foreign_words
 
 SEARCHES = ("exact", "embedding", "lsh", "category")
+
+
+class History(NamedTuple):
+    """Users' events as candidates read them."""
+
+    keys: Tensor  # (total, H, D)
+    values: Tensor  # (total, H, D)
+    cu: Tensor  # (B + 1,)
+    ages: Tensor | None  # (total,) seconds, if the model has buckets
+    search_keys: Tensor | None  # what a search reads in place of keys, see `TargetRecommender.search_keys`
 
 
 class TargetRecommender(nn.Module):
@@ -39,7 +49,7 @@ class TargetRecommender(nn.Module):
     Args:
         items: how many there are; item numbers are 0 to items - 1.
         backend: as in `target_attention`.
-        bits: of a hash, for search="lsh".
+        bits: of a hash, for search="lsh" alone; 64 if None.
         buckets: of an event's age, each of which has a learned number that is added to the scores, per head; 0 for a model
             without times.
         categories: (items,) int, the category of each item, numbers from 0; None for a model without categories.
@@ -64,10 +74,10 @@ class TargetRecommender(nn.Module):
 
     @answers_foreign_words
     def __init__(
-        self, items: int, *, backend: str | None = None, bits: int = 64, buckets: int = 0, categories: Tensor | None = None,
-        device: torch.device | str | None = None, dim: int = 32, dtype: torch.dtype | None = None, heads: int = 2,
-        hidden: int = 64, last: int | None = None, search: str | None = None, top_k: int | None = None,
-        weights: str = "softmax",
+        self, items: int, *, backend: str | None = None, bits: int | None = None, buckets: int = 0,
+        categories: Tensor | None = None, device: torch.device | str | None = None, dim: int = 32,
+        dtype: torch.dtype | None = None, heads: int = 2, hidden: int = 64, last: int | None = None, search: str | None = None,
+        top_k: int | None = None, weights: str = "softmax",
     ) -> None:  # fmt: skip
         super().__init__()
         self.items, self.dim, self.heads = check_count("items", items), check_count("dim", dim), check_count("heads", heads)
@@ -79,6 +89,8 @@ class TargetRecommender(nn.Module):
             raise InvalidInput(f"search is {search!r} and top_k is {top_k}; give both, or neither to read the whole history")
         if search == "category" and categories is None:
             raise InvalidInput("search is 'category' and categories is None; give the category of each item")
+        if bits is not None and search != "lsh":
+            raise InvalidInput(f"bits is {shown(bits)} and search is {search!r}; give search='lsh', or no bits")
         self.top_k = None if top_k is None else check_count("top_k", top_k)
         self.weights, self.backend = weights, backend
         made: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -95,7 +107,7 @@ class TargetRecommender(nn.Module):
         self.planes: Tensor | None
         self.register_buffer("categories", None if categories is None else categories.long().to(device))
         self.register_buffer("edges", time_edges(buckets).to(device) if check_count("buckets", buckets, 0) else None)
-        planes = simhash_planes(self.dim // self.heads, bits, device=device) if search == "lsh" else None
+        planes = simhash_planes(self.dim // self.heads, 64 if bits is None else bits, device=device) if search == "lsh" else None
         self.register_buffer("planes", planes)
         self.query, self.key, self.value, self.out = (nn.Linear(self.dim, self.dim, **made) for _ in range(4))
         hidden = check_count("hidden", hidden)
@@ -118,23 +130,12 @@ class TargetRecommender(nn.Module):
             InvalidInput: an argument is wrong.
         """
         cu = self._check(events, cu, candidates, times, now)
-        age = None if self.age_table is None or times is None else _ages(times, cu, now)
+        ages = None if self.age_table is None or times is None else _ages(times, cu, now)
         if self.last is not None:
-            events, cu, age = _last(events, cu, age, self.last)
-        asked, known = self._embedded(candidates), self._embedded(events)  # (B, M, dim), (total, dim)
-        q, keys, values = (
-            project(x).unflatten(-1, (self.heads, -1))
-            for project, x in ((self.query, asked), (self.key, known), (self.value, known))
-        )
-        bias = None
-        if age is not None and self.age_table is not None and self.edges is not None:
-            bias = self.age_table[torch.bucketize(age, self.edges, right=True)]  # (total, heads)
-        found = target_attention(
-            q, keys, cu, values=values, bias=bias, weights=self.weights, backend=self.backend, top_k=self.top_k,
-            **self._search(asked, known, candidates, events),
-        )  # fmt: skip
-        read = self.out(found.flatten(-2))
-        return self.network(torch.cat([asked, read, asked * read], dim=-1))[..., 0].float()
+            events, cu, ages = _last(events, cu, ages, self.last)
+        known = self.embedded(events)
+        keys, values = self.keys_and_values(known)
+        return self.logits(candidates, History(keys, values, cu, ages, self.search_keys(events, known, keys)))
 
     def loss(
         self, events: Tensor, cu: Tensor, candidates: Tensor, labels: Tensor, times: Tensor | None = None, *,
@@ -152,25 +153,61 @@ class TargetRecommender(nn.Module):
         """Returns the probability that each candidate is clicked, (B, M) fp32; arguments as in `forward`."""
         return self(events, cu, candidates, times, now=now).sigmoid()  # type: ignore[no-any-return]
 
-    def _embedded(self, items: Tensor) -> Tensor:
+    @property
+    def timed(self) -> bool:
+        """Whether the model reads times."""
+        return self.age_table is not None
+
+    def embedded(self, items: Tensor) -> Tensor:
+        """Returns the embeddings (..., dim) of items (...), to which embeddings of categories are added."""
         x: Tensor = self.embedding(items)
         if self.category_embedding is not None and self.categories is not None:
             x = x + self.category_embedding(self.categories[items])
         return x
 
-    def _search(self, asked: Tensor, known: Tensor, candidates: Tensor, events: Tensor) -> dict[str, Any]:
+    def keys_and_values(self, known: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns keys and values (total, H, D) of events with embeddings (total, dim); they depend on no other event."""
+        return self._in_heads(self.key(known)), self._in_heads(self.value(known))
+
+    def search_keys(self, events: Tensor, known: Tensor, keys: Tensor) -> Tensor | None:
+        """Returns what the search reads of events (total,) with embeddings (total, dim) and keys (total, H, D).
+
+        Categories (total,), embeddings (total, 1, dim), hashes (total, H, words) int32, or None if it reads the keys themselves.
+        """
+        if self.search == "category" and self.categories is not None:
+            return self.categories[events]
+        if self.search == "embedding":
+            return known[:, None].detach()
+        return simhash(keys, self.planes) if self.planes is not None else None
+
+    def logits(self, candidates: Tensor, history: History, cu_q: Tensor | None = None) -> Tensor:
+        """Returns the logits of candidates (B, M), or (total_q,) with offsets cu_q (B + 1,), in that shape, fp32."""
+        asked, bias = self.embedded(candidates), None
+        if history.ages is not None and self.age_table is not None and self.edges is not None:
+            bias = self.age_table[torch.bucketize(history.ages, self.edges, right=True)]  # (total, heads)
+        q = self._in_heads(self.query(asked))
+        found = target_attention(
+            q, history.keys, history.cu, values=history.values, bias=bias, cu_q=cu_q, weights=self.weights, backend=self.backend,
+            top_k=self.top_k, **self._search(candidates, asked, q, history),
+        )  # fmt: skip
+        read = self.out(found.flatten(-2))
+        return self.network(torch.cat([asked, read, asked * read], dim=-1))[..., 0].float()
+
+    def _in_heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.heads, -1))
+
+    def _search(self, candidates: Tensor, asked: Tensor, q: Tensor, history: History) -> dict[str, Any]:
         """The arguments of the attention that say how events are found."""
         if self.search is None:
             return {}
         if self.search == "category" and self.categories is not None:
-            return {
-                "search": "category", "short": "all",
-                "q_categories": self.categories[candidates], "key_categories": self.categories[events],
-            }  # fmt: skip
+            return {"search": "category", "q_categories": self.categories[candidates], "key_categories": history.search_keys}
         if self.search == "embedding":
-            features = {"search_q": asked[:, :, None].detach(), "search_keys": known[:, None].detach()}
+            features = {"search_q": asked.unsqueeze(-2).detach(), "search_keys": history.search_keys}
             return {"search": "exact", "short": "all", "per_head": False, **features}
-        return {"search": self.search, "short": "all", "planes": self.planes}
+        if self.planes is not None:
+            return {"search": "lsh", "short": "all", "search_q": simhash(q, self.planes), "search_keys": history.search_keys}
+        return {"search": "exact", "short": "all"}
 
     def _check(self, events: Tensor, cu: Tensor, candidates: Tensor, times: Tensor | None, now: Tensor | None) -> Tensor:
         """Returns the offsets on the device of the events."""
@@ -214,10 +251,10 @@ def _ages(times: Tensor, cu: Tensor, now: Tensor | None) -> Tensor:
     return torch.repeat_interleave(now, lengths, output_size=times.shape[0]) - times
 
 
-def _last(events: Tensor, cu: Tensor, age: Tensor | None, longest: int) -> tuple[Tensor, Tensor, Tensor | None]:
+def _last(events: Tensor, cu: Tensor, ages: Tensor | None, longest: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """The last events of each user, at most `longest`."""
     lengths = cu.diff()
     ends = torch.repeat_interleave(cu[1:], lengths, output_size=events.shape[0])
     keep = ends - torch.arange(events.shape[0], device=events.device) <= longest
     cu = torch.cat([cu.new_zeros(1), lengths.clamp(max=longest).cumsum(0)])
-    return events[keep], cu, None if age is None else age[keep]
+    return events[keep], cu, None if ages is None else ages[keep]

@@ -30,6 +30,8 @@ def check_call(
     mask = FULL if mask is None else mask
     if not isinstance(mask, Mask):
         raise InvalidInput(f"mask is {shown(mask)}; must be a mask such as rooftile.CAUSAL, or None")
+    if mask.targets:
+        raise InvalidInput(f"mask is {mask!r}; rows beside pages are targets if candidates= has them: give the mask among events")
     own_k = own_v = None
     if candidates is None:
         _check_lengths(cache, cu)

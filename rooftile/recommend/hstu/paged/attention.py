@@ -49,7 +49,7 @@ def hstu_attention_paged(
             block tables (B, N); lengths (B,), events of each user in the pages; and offsets cu_q (B + 1,) of the rows of q.
         alpha: the factor of the scores.
         scale: the factor of the sum.
-        mask: among events, as in `hstu_attention`; candidates have the position behind the history.
+        mask: among events, as in `hstu_attention` but without `Targets`; candidates have the position behind the history.
         bias: as in `hstu_attention`.
         times: (total,) int, seconds of the rows, rising within a user, for a bias with times.
         key_times: (P, size) int64, seconds of the events in the pages.

@@ -31,10 +31,11 @@ def check_search(
     """The search of a call whose candidates came as (B, M, ...), packed if M is None; `offsets` are the caller's cu and cu_q."""
     kind = check_choice("search", "exact" if search is None else search, KINDS)
     k = check_count("top_k", top_k)
-    short = check_choice("short", "refuse" if short is None else short, ("refuse", "all"))
+    given, short = short, check_choice("short", "refuse" if short is None else short, ("refuse", "all"))
     if short == "refuse" and kind != "category" and M != 0:
         _check_lengths(k, *offsets)
-    hidden = {"search_q": search_q, "search_keys": search_keys, "per_head": per_head} if kind == "category" else {}
+    category = {"short": given, "search_q": search_q, "search_keys": search_keys, "per_head": per_head}
+    hidden = category if kind == "category" else {}
     hidden |= {"planes": planes} if kind != "lsh" else {}
     hidden |= {} if kind == "category" else {"q_categories": q_categories, "key_categories": key_categories}
     for name, value in hidden.items():
