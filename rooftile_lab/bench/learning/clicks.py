@@ -116,10 +116,11 @@ def model_of(method: str, plan: Plan) -> nn.Module:
     words = dict(METHODS[method])
     if "search" in words:
         words["top_k"] = plan.top_k
+    if words.get("search") == "lsh":
+        words["bits"] = plan.bits
     return TargetRecommender(
-        clicks.events.item_count, bits=plan.bits, categories=clicks.categories, dim=plan.dim, heads=plan.heads, weights="silu",
-        **words,
-    )  # fmt: skip
+        clicks.events.item_count, categories=clicks.categories, dim=plan.dim, heads=plan.heads, weights="silu", **words
+    )
 
 
 def moved(events: Events, device: torch.device) -> Events:
