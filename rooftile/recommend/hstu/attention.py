@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rooftile.errors import Unsupported
 from rooftile.exact.masks import CAUSAL, Mask
+from rooftile.recommend.foreign_words import HSTU
 from rooftile.recommend.hstu import definition, tiled
 from rooftile.recommend.hstu.arguments import check_call
 from rooftile.recommend.hstu.bias import RelativeBias
@@ -21,12 +22,12 @@ from rooftile.runtime.arguments import check_backend, check_deterministic
 from rooftile.runtime.devices import warn_without_triton
 from rooftile.runtime.launch import device_of
 from rooftile.runtime.operators import below_autograd, define, transforms_active, wants_grad, watched
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.runtime.words import answers_with
 
 BACKENDS = ("hopper", "triton", "tiled", "eager")
 
 
-@answers_foreign_words
+@answers_with(HSTU)
 def hstu_attention(
     q: Tensor,  # (total, H, D)
     k: Tensor,  # (total, H, D)

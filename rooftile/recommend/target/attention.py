@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput, Unsupported
 from rooftile.exact import api
+from rooftile.recommend.foreign_words import TARGET
 from rooftile.recommend.target import definition, operator
 from rooftile.recommend.target.arguments import check_call
 from rooftile.recommend.target.problem import Batch, Problem
@@ -17,12 +18,12 @@ from rooftile.recommend.target.search.arguments import check_no_search, check_se
 from rooftile.runtime.arguments import check_backend
 from rooftile.runtime.devices import warn_without_triton
 from rooftile.runtime.operators import transforms_active
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.runtime.words import answers_with
 
 BACKENDS = ("triton", "tiled", "eager")
 
 
-@answers_foreign_words
+@answers_with(TARGET)
 def target_attention(
     q: Tensor,  # (B, M, H, D), or (total_q, H, D) with cu_q
     keys: Tensor,  # (total, Hk, D)
@@ -108,7 +109,7 @@ def target_attention(
     )[0]  # fmt: skip
 
 
-@answers_foreign_words
+@answers_with(TARGET)
 def target_attention_with_events(
     q: Tensor,  # (B, M, H, D), or (total_q, H, D) with cu_q
     keys: Tensor,  # (total, Hk, D)

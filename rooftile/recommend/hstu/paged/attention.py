@@ -10,6 +10,7 @@ from torch import Tensor
 from rooftile.errors import Unsupported
 from rooftile.exact.masks import CAUSAL, Mask
 from rooftile.kvcache import PagedKV
+from rooftile.recommend.foreign_words import HSTU
 from rooftile.recommend.hstu.bias import RelativeBias
 from rooftile.recommend.hstu.paged import definition, tiled
 from rooftile.recommend.hstu.paged.arguments import check_call
@@ -19,12 +20,12 @@ from rooftile.runtime.arguments import check_backend
 from rooftile.runtime.devices import arch, lack_of_kernels, lacks_fp8, warn_without_triton
 from rooftile.runtime.launch import device_of
 from rooftile.runtime.operators import call, define, wants_grad
-from rooftile.runtime.words import answers_foreign_words
+from rooftile.runtime.words import answers_with
 
 BACKENDS = ("triton", "tiled", "eager")
 
 
-@answers_foreign_words
+@answers_with(HSTU)
 def hstu_attention_paged(
     q: Tensor,  # (total, H, D)
     cache: PagedKV,
