@@ -8,7 +8,7 @@ _LENGTH = "leave it out: no length is padded to; the reference implementation's 
 _PACKED = "write {}=, packed (total, heads, head_dim), and cu= with the offsets of users"
 _MASKS = ("attn_mask", "attention_mask", "invalid_attn_mask")
 _COMMON = dict.fromkeys(("seq_offsets", "x_offsets", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "seqlen_offsets"), _OFFSETS)
-# of generative-recommenders, and of the CUDA kernels that are called hstu_attn
+# names of generative-recommenders, and names in the CUDA kernels that are called hstu_attn
 HSTU = {
     **_COMMON,
     **dict.fromkeys(_MASKS, _MASK),
