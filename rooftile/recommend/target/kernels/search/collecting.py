@@ -12,6 +12,23 @@ import triton.language as tl
 from rooftile.recommend.target.kernels.search.scores import INFINITY, NO_SCORE, Sources, held, number, scores, tile_of
 from rooftile.runtime.launch import Kernel
 
+# Triton moves a tile to another layout for atomic operations and stores, and branches around each. In PTX a pair stays with the
+# thread that has its score, and few instructions are left where it does not pass: its place is taken, and the pair put there
+TAKE = tl.constexpr("""{
+.reg .pred p;
+setp.ne.s32 p, $2, 0;
+mov.b32 $0, 0xffffffff;
+@p atom.global.relaxed.gpu.add.u32 $0, [$1], 1;
+}""")
+PUT = tl.constexpr("""{
+.reg .pred p;
+.reg .b64 a;
+setp.lt.u32 p, $2, $3;
+mad.wide.u32 a, $2, 8, $1;
+@p st.global.v2.b32 [a], {$4, $5};
+mov.b32 $0, 0;
+}""")
+
 
 # fmt: off
 @triton.jit
@@ -32,9 +49,14 @@ def _collect_tile(t, count, bound, q, sources, tile, row, counts_ptr, buffer_ptr
     passed = passed & tile.there[:, None]
     if MASKED:
         passed = passed & (j < tile.user.keys)[None, :]
-    pairs = (bits.to(tl.int64) << 32) | j.to(tl.int64)[None, :]
-    place = tl.atomic_add(counts_ptr + row[:, None] + 0 * j[None, :], 1, mask=passed, sem="relaxed")
-    tl.store(buffer_ptr + row[:, None] * SPEC.ROOM + place, pairs, mask=passed & (place < SPEC.ROOM))
+    counter, room = counts_ptr + row[:, None], buffer_ptr + row[:, None] * SPEC.ROOM
+    if SPEC.PTX:
+        place = tl.inline_asm_elementwise(TAKE, "=&r,l,r", [counter.to(tl.int64), passed.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
+        tl.inline_asm_elementwise(PUT, "=r,l,r,r,r,r", [room.to(tl.int64), place, SPEC.ROOM, j[None, :], bits], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        place = tl.atomic_add(counter + 0 * j[None, :], 1, mask=passed, sem="relaxed")
+        pairs = (bits.to(tl.int64) << 32) | j.to(tl.int64)[None, :]
+        tl.store(room + place, pairs, mask=passed & (place < SPEC.ROOM))
     return count + tl.sum(passed.to(tl.int32), 1)
 
 

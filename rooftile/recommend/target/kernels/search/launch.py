@@ -85,22 +85,40 @@ def plan_of(given: Search) -> Plan:
         tiles = keys.shape[0] // max(given.cu.shape[0] - 1, 1) // KEYS
         parts = max(parts, min(2 * processors(q.device) // programs, tiles // LEAST_TILES))
     parts = min(1 << (parts - 1).bit_length(), MOST_PARTS)
-    return _plan(KINDS.index(given.kind), D, k, rows, parts, MARGIN, not given.per_head and H > 1, given.bias is not None, wide)
+    # Triton's interpreter and AMD's chips have no PTX
+    ptx = q.is_cuda and torch.version.hip is None
+    flags = (not given.per_head and H > 1, given.bias is not None, wide, ptx)
+    return _plan(KINDS.index(given.kind), D, k, rows, parts, MARGIN, flags)
 
 
 @cache
-def _plan(kind: int, D: int, k: int, rows: int, parts: int, margin: int, summed: bool, bias: bool, wide: bool) -> Plan:
+def _plan(kind: int, D: int, k: int, rows: int, parts: int, margin: int, flags: tuple[bool, ...]) -> Plan:
+    summed, bias, wide, ptx = flags
     kept = max(64, 1 << (k - 1).bit_length())
     block = min(max(16, 1 << (D - 1).bit_length()), 32 if wide else 128)
     held = kind == 0 and block >= D and not summed
     spec = Shape(
-        kind, D, block, held, rows, KEYS, 2 if wide else 3, kept, parts, kept + margin, summed, bias, "ieee" if wide else "tf32"
+        kind,
+        D,
+        block,
+        held,
+        rows,
+        KEYS,
+        2 if wide else 3,
+        kept,
+        parts,
+        kept + margin,
+        summed,
+        bias,
+        "ieee" if wide else "tf32",
+        ptx,
     )
     columns = parts * KEYS
     return Plan(
         rows,
         spec,
-        {"SPEC": spec, "num_warps": 8 if wide else 4},
+        # two programs on a processor
+        {"SPEC": spec, "num_warps": 8} | ({"maxnreg": 128} if held and ptx and not wide else {}),
         {"ROWS": max(COLUMNS // columns, 1), "COLUMNS": columns, "FLOATS": kind == 0, "num_warps": 4},
         {"ROWS": SORTED, "SPEC": spec, "num_warps": max(kept // 128, 1)},
         {"ROWS": WALKED, "SPEC": spec, "num_warps": 4 if kept <= 128 and not wide else 8},

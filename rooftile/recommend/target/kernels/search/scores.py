@@ -37,6 +37,7 @@ class Shape(NamedTuple):
     SUMMED: bool  # scores are summed over heads
     BIAS: bool
     PRECISION: str
+    PTX: bool  # on a GPU, not in the interpreter
 
 
 class Sources(NamedTuple):
@@ -141,7 +142,7 @@ def _head_scores(x, sources, tile, q, j, h, SPEC: tl.constexpr, MASKED: tl.const
             ENDS: tl.constexpr = SPEC.D % SPEC.BLOCK_D != 0
             keys = load_rows(keys_ptr + at[:, None] * sources.k_strides[0] + d[None, :], present, d, SPEC.D, MASKED or ENDS)
             product = tl.dot(part, tl.trans(keys), product, input_precision=SPEC.PRECISION)
-        x += product * sources.scale
+        x = x + product * sources.scale if SPEC.SUMMED else product * sources.scale
         if SPEC.BIAS:
             bias_ptr = (
                 sources.bias_ptr + (tile.user.key_0 + at) * sources.bias_strides[0] + h.to(tl.int64) * sources.bias_strides[1]
