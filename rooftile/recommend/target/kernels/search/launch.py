@@ -22,7 +22,7 @@ from rooftile.recommend.target.search.problem import KINDS, Search
 
 # events per tile, and the columns of a part of a history
 KEYS = 128
-# the pairs of a part that there is room for beyond k: those of a tile of equal scores
+# the pairs of a part that there is room for beyond k: a tile of equal scores
 MARGIN = KEYS
 # candidates of the last walk, and of a sort
 WALKED, SORTED = 16, 4
@@ -55,7 +55,8 @@ def search(given: Search) -> Tensor:
     spec, lists = plan.spec, total * given.heads
     offsets = cu_q, cu = given.cu_q.contiguous(), given.cu.contiguous()
     B = cu.shape[0] - 1
-    counts, bounds = (torch.zeros(lists * parts, dtype=torch.int32, device=q.device) for parts in (spec.PARTS, 1))
+    counts = torch.zeros(lists * spec.PARTS, dtype=torch.int32, device=q.device)
+    bounds = torch.empty(lists, dtype=torch.int32, device=q.device)
     buffer = torch.empty(lists * spec.PARTS * spec.ROOM, dtype=torch.int64, device=q.device)
     bias_strides = (0, 0) if bias is None else (bias.stride(0), 0 if bias.shape[1] == 1 else bias.stride(1))
     sources = (q, keys, cu if bias is None else bias, *offsets)

@@ -31,8 +31,8 @@ class Shape(NamedTuple):
     ROWS: int  # candidates per tile
     KEYS: int  # events per tile
     STAGES: int
-    KEPT: int  # k rounded up to a power of two
-    PARTS: int  # of a history: part p has tiles p, p + PARTS, ...
+    KEPT: int  # k, rounded up to a power of two
+    PARTS: int  # part p of a history has tiles p, p + PARTS, ...
     ROOM: int  # pairs of a candidate that a part has room for
     SUMMED: bool  # scores are summed over heads
     BIAS: bool
