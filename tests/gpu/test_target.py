@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.recommend.target_cases import D64, SEARCHES, WEIGHTS, Case, by_sorting, case
+from tests.recommend.target_cases import D64, ORDERS, SEARCHES, WEIGHTS, Case, by_sorting, case, check_order
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (700, 0, 3, 40, 300, 129)
@@ -42,6 +42,13 @@ def test_a_search_is_a_sort(search, k) -> None:
     leaves = (x.detach().mul(4).round().div(4) for x in given[:4])
     given = Case(*leaves, given.cu, given.words).to(torch.float32)
     assert torch.equal(given.to(torch.float32, "cuda").events().cpu(), by_sorting(given))
+
+
+@pytest.mark.parametrize("k", [20, 100, 256])
+@pytest.mark.parametrize("order", ORDERS)
+def test_searches_of_histories_in_awkward_orders(order, k) -> None:
+    """Long enough that one column has more of the best than there is room for."""
+    check_order(order, (60000, 0, 127, 128, 129, 4000), k, "cuda")
 
 
 @pytest.mark.parametrize("search", ["whole", "exact", "lsh", "category"])

@@ -153,3 +153,33 @@ def score_of(given: Case, kind: str, candidate: tuple[int, int], j: int, heads: 
         else:
             total += float(a @ b) * given.q.shape[3] ** -0.5 + (0.0 if "search_q" in words else bias_of(given, j, h))
     return total
+
+
+HOLES = torch.tensor([torch.nan, -torch.inf, torch.inf])
+# the events' features, N of them: what a search that looks for bounds, columns and equal scores may go wrong on
+ORDERS: dict[str, Any] = {
+    "rising": lambda n: torch.arange(n).float(),
+    "falling": lambda n: -torch.arange(n).float(),
+    "equal": torch.ones,
+    "few values": lambda n: torch.arange(n).mul(37).remainder(5).float() - 2,
+    "random": torch.randn,
+    "one column": lambda n: torch.where(torch.arange(n) % 128 == 3, 1000.0 + torch.arange(n), torch.randn(n)),
+    "a burst": lambda n: torch.where((torch.arange(n) - n // 2).abs() < 60, 5.0, 0.0) + torch.randn(n),
+    "holes": lambda n: torch.where(torch.arange(n) % 3 > 0, torch.randn(n), HOLES[torch.arange(n) // 3 % 3]),
+    "no scores": lambda n: torch.full((n,), -torch.inf),
+}  # fmt: skip
+
+
+def check_order(order: str, lengths: tuple[int, ...], k: int, device: str = "cpu", nan: bool = True) -> None:
+    """A search by one feature, of candidates that see an order, its reverse, zeros, and NaN, against a sort."""
+    factors = torch.tensor([1.0, -1.0, 0.0, torch.nan][: 4 if nan else 3])
+    keys = torch.cat([ORDERS[order](n) for n in lengths])
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)])
+    q, keys = factors.repeat(len(lengths), 1)[:, :, None, None], keys[:, None, None]
+    words: dict[str, Any] = {"top_k": k, "short": "all", "scale": 1.0, "backend": "triton"}
+    found = recommend.target_attention_with_events(q.to(device), keys.to(device), cu.to(device), **words)[1].cpu()
+    for b, m in ((b, m) for b in range(len(lengths)) for m in range(len(factors))):
+        x = (factors[m] * keys[cu[b] : cu[b + 1]]).flatten().tolist()
+        pairs = [(math.inf if y != y else y, y != y, j) for j, y in enumerate(x) if y != -math.inf]
+        due = [j for *_, j in sorted(pairs, reverse=True)[:k]]
+        assert found[b, m, 0].tolist() == due + [-1] * (k - len(due)), (order, lengths, k, b, m)

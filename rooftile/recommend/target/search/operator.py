@@ -29,7 +29,7 @@ def _run(*arguments: Any) -> Tensor:
     given, backend = Search(*arguments[:-1]), arguments[-1]
     module: Any = plain
     if backend != "tiled" and refusal(given) is None:
-        from rooftile.recommend.target.kernels import search as module
+        from rooftile.recommend.target.kernels.search import launch as module
     with torch.no_grad(), device_of(given.q), torch.autocast(given.q.device.type, enabled=False):
         found: Tensor = module.search(given)
         return found
