@@ -60,3 +60,17 @@ def test_searches(search: str, k: int, dtype: torch.dtype) -> None:
     (found,) = (compiled(one, 90) for one in launches.values() if one.name == "_search")
     assert found.shared <= SHARED[90]
     assert found.matrix or search == "lsh" or dtype == torch.float32
+
+
+def test_softmax_over_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rooftile.recommend.target.kernels import parts
+
+    monkeypatch.setattr(parts, "parts_of", lambda batch: 8)
+    for dim, dtype in ((128, torch.bfloat16), (256, torch.float16)):
+        q, keys = (torch.randn(*shape, dim, dtype=dtype) for shape in ((2, 96, 4), (1536, 2)))
+        with recorded(90) as launches:
+            recommend.target_attention(q, keys, torch.tensor([0, 512, 1536]))
+        found = {one.name: one for one in launches.values()}
+        assert list(found) == ["_copy_candidates", "flash_fwd", "_merge"]
+        for name in ("_copy_candidates", "_merge"):
+            assert compiled(found[name], 90).stack == 0
