@@ -60,6 +60,8 @@ def test_a_history_in_parts(weights: str, bias: int, monkeypatch: pytest.MonkeyP
 @pytest.fixture
 def _in_three_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "parts_of", lambda batch: 3)
+    # the merge takes them in two steps
+    monkeypatch.setattr(parts, "STEP", 2)
 
 
 @pytest.mark.usefixtures("_in_three_parts")

@@ -57,7 +57,8 @@ def target_attention(
         keys: events of all users (total, Hk, D), oldest first. Hk divides H; each key head serves H / Hk heads of q.
         cu: offsets (B + 1,) of users among events, int32 or int64, from 0 to total. A user may have no event: its rows are 0.
         backend: "triton" (kernels), "tiled" (plain operations, a piece at a time) or "eager" (the definition); None or "auto"
-            takes the fastest that runs: `rooftile.attention_packed` for softmax over whole histories without a bias.
+            takes the fastest that runs: `rooftile.attention_packed` for softmax over whole histories without a bias, on a GPU
+            over parts of long histories at once where users are few and no gradient is asked for.
         bias: (total,) or (total, 1|H), added to the scores of an event: TWIN's cross features. -inf hides an event. With
             gradient.
         cu_q: offsets (B + 1,) of users among packed candidates.
