@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rooftile.recommend.target.kernels import parts
 from tests.recommend.target_cases import D64, ORDERS, SEARCHES, WEIGHTS, Case, by_sorting, case, check_order
 
 pytestmark = pytest.mark.gpu
@@ -73,3 +74,30 @@ def test_in_a_captured_graph(search) -> None:
             o = given.run()
         graph.replay()
     assert torch.equal(o, due)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_softmax_over_parts_of_few_users_histories(dtype, monkeypatch) -> None:
+    """Against packed attention to whole histories, which has the same tolerance, eager and in a graph that is replayed."""
+    given = case(lengths=(9000, 0, 5, 4500, 8000), M=70, H=4, Hk=2, D=128, Dv=128).to(dtype, "cuda")
+    q, keys, values = (x.detach() for x in given[:3])
+    given = given._replace(q=q, keys=keys, values=values)
+    monkeypatch.setattr(parts, "LEAST_HISTORY", 1024)
+    ran = []
+    attend = parts.attend
+    monkeypatch.setattr(parts, "attend", lambda batch, scale, number: ran.append(number) or attend(batch, scale, number))
+    found = given.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = given.run()
+    assert len(ran) == 2
+    assert ran[0] > 1
+    monkeypatch.setattr(parts, "parts_of", lambda batch: 1)
+    due = given._replace(q=q.double(), keys=keys.double(), values=values.double()).run("eager")
+    graph.replay()
+    for x in (found, o, given.run()):
+        assert (x.double() - due).abs().max().item() <= ERRORS[dtype] * due.abs().max().item()
+    q[0] = torch.nan
+    graph.replay()
+    assert o[0].isnan().all()
+    assert torch.equal(o[1:], found[1:])

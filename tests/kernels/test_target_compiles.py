@@ -68,3 +68,24 @@ def test_searches(search: str, k: int, dtype: torch.dtype) -> None:
         assert found[name].hot_spills == 0
         # two programs of 16-bit features on a processor
         assert found[name].registers <= 128 or search == "lsh"
+
+
+def test_softmax_over_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels before and after packed attention, which has checks of its own."""
+    from rooftile.recommend.target.kernels import parts
+
+    def attend(q, k, v, mask, options, settings, **words):
+        return q.new_zeros(*q.shape[:2], v.shape[2], dtype=torch.float32), q.new_zeros(
+            q.shape[1], q.shape[0], dtype=torch.float32
+        )
+
+    monkeypatch.setattr(parts, "parts_of", lambda batch: 8)
+    monkeypatch.setattr(parts.api, "attend", attend)
+    for dim, dtype in ((128, torch.bfloat16), (256, torch.float16)):
+        q, keys = (torch.randn(*shape, dim, dtype=dtype) for shape in ((2, 96, 4), (1536, 2)))
+        with recorded(90) as launches:
+            recommend.target_attention(q, keys, torch.tensor([0, 512, 1536]))
+        found = {one.name: one for one in launches.values()}
+        assert list(found) == ["_copy_candidates", "_merge"]
+        for one in found.values():
+            assert compiled(one, 90).stack == 0

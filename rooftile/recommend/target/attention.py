@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput, Unsupported
-from rooftile.exact import api
+from rooftile.exact import api, split
 from rooftile.recommend.foreign_words import TARGET
 from rooftile.recommend.target import definition, operator
 from rooftile.recommend.target.arguments import check_call
@@ -17,7 +17,7 @@ from rooftile.recommend.target.search import operator as searches
 from rooftile.recommend.target.search.arguments import check_no_search, check_search
 from rooftile.runtime.arguments import check_backend
 from rooftile.runtime.devices import warn_without_triton
-from rooftile.runtime.operators import transforms_active
+from rooftile.runtime.operators import transforms_active, wants_grad, watched
 from rooftile.runtime.words import answers_with
 
 BACKENDS = ("triton", "tiled", "eager")
@@ -57,7 +57,8 @@ def target_attention(
         keys: events of all users (total, Hk, D), oldest first. Hk divides H; each key head serves H / Hk heads of q.
         cu: offsets (B + 1,) of users among events, int32 or int64, from 0 to total. A user may have no event: its rows are 0.
         backend: "triton" (kernels), "tiled" (plain operations, a piece at a time) or "eager" (the definition); None or "auto"
-            takes the fastest that runs: `rooftile.attention_packed` for softmax over whole histories without a bias.
+            takes the fastest that runs: `rooftile.attention_packed` for softmax over whole histories without a bias, on a GPU
+            over parts of long histories at once where users are few and no gradient is asked for.
         bias: (total,) or (total, 1|H), added to the scores of an event: TWIN's cross features. -inf hides an event. With
             gradient.
         cu_q: offsets (B + 1,) of users among packed candidates.
@@ -188,8 +189,29 @@ def _outputs(batch: Batch, problem: Problem, way: str, fastest: str) -> Tensor:
     if way == "auto":
         plain_softmax = problem == Problem("softmax", problem.scale, False, False) and batch.bias is None
         if plain_softmax and batch.events is None and batch.q.dtype != torch.float64:
+            if fastest == "triton" and (parts := _parts_of(batch, problem)) > 1:
+                return _in_parts(batch, problem.scale, parts)
             q, keys, values = batch[:3]
             return api.attention_packed(q, keys, values, batch.cu_q, batch.cu, scale=problem.scale, deterministic=False)
         warn_without_triton(batch.q.is_cuda)
         way = fastest
     return operator.attend(batch, problem, way)
+
+
+def _parts_of(batch: Batch, problem: Problem) -> int:
+    """The parts into which kernels cut the histories of a softmax; 1 where packed attention takes the call as it is.
+
+    Packed attention has the gradients and the operator of a compiled graph, and the ranks of `rooftile.parallel.context`.
+    """
+    given = (*batch[:3], batch.cu_q, batch.cu)
+    if torch.compiler.is_compiling() or watched(*given) or batch.q.is_meta or wants_grad(*batch[:3]) or split.active():
+        return 1
+    from rooftile.recommend.target.kernels import parts
+
+    return parts.parts_of(batch)
+
+
+def _in_parts(batch: Batch, scale: float, parts: int) -> Tensor:
+    from rooftile.recommend.target.kernels.parts import attend
+
+    return attend(batch, scale, parts)

@@ -4,9 +4,9 @@
     training-BxMxN the same, forward and backward of keys and values that are apart
     small          for a CPU
 
-One row a contestant: softmax ("rooftile") and silu over the whole history, softmax over its parts, merged ("split"), the exact
-search, the search by hashes that were made before, PyTorch's product, top-k, gather and softmax ("gather"), and a copy of the
-history's bytes. The roof counts the products of the pairs that are read, the search's, and each tensor once.
+One row a contestant: softmax ("rooftile") and silu over the whole history, the exact search, the search by hashes that were made
+before, PyTorch's product, top-k, gather and softmax ("gather"), and a copy of the history's bytes. The roof counts the products
+of the pairs that are read, the search's, and each tensor once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-import rooftile as rt
 from rooftile.cost import Roof
 from rooftile.cost.session import Session
 from rooftile.exact.spec import DTYPES
@@ -32,7 +31,7 @@ from rooftile_lab.bench.works import floor_of, tidy
 GPU = ("1x512x8192", "8x512x8192", "8x512x65536", "training-8x512x8192")
 CPU = ("small",)
 QUICK = ("8x512x8192",)
-HEADS, DIM, BITS, KEPT, PARTS = 4, 128, 128, 100, 8
+HEADS, DIM, BITS, KEPT = 4, 128, 128, 100
 # the most that a result may differ from plain operations in fp64, of the largest number
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
@@ -96,20 +95,6 @@ def softmax(problem: Problem) -> Tensor:
     return target_attention(problem.q, problem.keys, problem.cu, values=problem.values)
 
 
-def split(problem: Problem) -> Tensor:
-    """Softmax over a history in parts, which are merged: more programs, where users are few."""
-    B, M, H, D = problem.q.shape
-    n = problem.keys.shape[0] // B
-    part = -(-n // PARTS)
-    rows = problem.q[:, None].expand(-1, PARTS, -1, -1, -1).reshape(-1, H, D)
-    cu_q = torch.arange(B * PARTS + 1, device=rows.device) * M
-    cuts = (torch.arange(PARTS, device=rows.device) * part).clamp(max=n)
-    cu = torch.cat([(torch.arange(B, device=rows.device)[:, None] * n + cuts).flatten(), problem.cu[-1:]])
-    o, lse = rt.attention_packed_with_lse(rows, problem.keys, problem.values, cu_q, cu)
-    parts = zip(o.view(B, PARTS, M, H, -1).unbind(1), lse.view(H, B, PARTS, M).unbind(2), strict=True)
-    return rt.merge([(o, lse.transpose(0, 1)) for o, lse in parts])[0]
-
-
 def silu(problem: Problem) -> Tensor:
     """A function of each score by itself."""
     return target_attention(problem.q, problem.keys, problem.cu, values=problem.values, weights="silu")
@@ -138,7 +123,7 @@ def gather(problem: Problem) -> Tensor:
     return (top.softmax(-1)[..., None, :] @ chosen)[..., 0, :].transpose(1, 2)
 
 
-CALLS: dict[str, Call] = {"rooftile": softmax, "split": split, "silu": silu, "top-k": exact, "lsh": lsh, "gather": gather}
+CALLS: dict[str, Call] = {"rooftile": softmax, "silu": silu, "top-k": exact, "lsh": lsh, "gather": gather}
 
 
 def copy(keys: Tensor, values: Tensor, problem: Problem) -> None:
@@ -163,7 +148,7 @@ def roof_of(who: str, problem: Problem, phase: str, session: Session) -> Roof:
     if who == "copy":
         return floor_of(0, 2 * history, session.ceilings, session.dtype)
     B, M, H, D = problem.q.shape
-    read = problem.pairs if who in ("rooftile", "split", "silu") else B * M * H * problem.k
+    read = problem.pairs if who in ("rooftile", "silu") else B * M * H * problem.k
     flops = 4 * read * D * (1 if phase == "fwd" else 7) // (1 if phase == "fwd" else 2)
     flops += 2 * problem.pairs * D if who in ("top-k", "gather") else 0
     moved = (history + 2 * problem.q.nbytes) * (1 if phase == "fwd" else 2)
@@ -191,7 +176,7 @@ def compared(rows: dict[str, Row]) -> dict[str, Row]:
     us = times_of(rows)
     beside = {f"of_{other}_ratio": us[other] for other in ("copy", "gather") if other in us}
     found = dict(rows)
-    for who in ("rooftile", "split", "silu", "top-k", "lsh"):
+    for who in ("rooftile", "silu", "top-k", "lsh"):
         if who in us:
             found[who] = with_measures(rows[who], **{name: other / us[who] for name, other in beside.items()})
     return found
