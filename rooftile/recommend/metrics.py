@@ -29,6 +29,11 @@ def ranks(scores: Tensor, due: Tensor) -> Tensor:
         raise InvalidInput(f"scores is {shown(scores)}; must be float (n, items)")
     if not isinstance(due, Tensor) or due.shape != scores.shape[:1] or due.dtype not in (torch.int32, torch.int64):
         raise InvalidInput(f"due is {shown(due)}; must be int64 ({scores.shape[0]},), the true item of each row")
+    if not due.numel():
+        raise InvalidInput("scores has no rows, so there is no rank")
+    if not 0 <= int(due.min()) <= int(due.max()) < scores.shape[1]:
+        worst = int(due.min()) if int(due.min()) < 0 else int(due.max())
+        raise InvalidInput(f"due has the item {worst}; scores has items 0 to {scores.shape[1] - 1}")
     own = scores.gather(1, due.long()[:, None])
     # not below: NaN is not below anything
     return (~(scores < own)).sum(1) - 1
@@ -84,6 +89,8 @@ def auc(scores: Tensor, labels: Tensor, groups: Tensor | None = None) -> float:
     for name, x in (("labels", labels), ("groups", groups)):
         if x is not None and (not isinstance(x, Tensor) or x.shape != scores.shape):
             raise InvalidInput(f"{name} is {shown(x)}; must be of shape {tuple(scores.shape)}, like scores")
+    if groups is not None and (groups.is_floating_point() or groups.is_complex()):
+        raise InvalidInput(f"groups is {shown(groups)}; must be whole numbers, such as users")
     if bool(scores.isnan().any()):
         raise InvalidInput("scores has NaN, which has no order")
     if not bool(((labels == 0) | (labels == 1)).all()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -63,7 +63,9 @@ def read_events(path: str | Path, *, columns: Sequence[str] | None = None, least
             if user is None or item is None or moment is None:
                 raise ValueError("it has no user, item or timestamp")
             seconds = int(float(moment))
-        except (TypeError, ValueError, AttributeError) as error:
+            if abs(seconds) >= 1 << 62:
+                raise ValueError(f"its timestamp is {moment}")
+        except (TypeError, ValueError, OverflowError) as error:
             raise InvalidInput(f"{file}: event {line} cannot be read: {error}") from None
         seconds = seconds // 1000 if seconds >= MOST_SECONDS else seconds
         rows.append((users.setdefault(str(user), len(users)), items.setdefault(str(item), len(items)), seconds))
@@ -89,8 +91,7 @@ def _fields(file: Path, columns: Sequence[str] | None) -> Iterator[dict[str, Any
         if first.lstrip().startswith("{"):
             if columns is not None:
                 raise InvalidInput(f"columns came, and {file} has lines of JSON, which name their fields; leave columns out")
-            for line in rest:
-                yield {str(name).lower(): value for name, value in json.loads(line).items()}
+            yield from _objects(rest, file)
             return
         separator = "::" if "::" in first else "\t" if "\t" in first else ","
         cells = (line.rstrip("\n").split("::") for line in rest) if separator == "::" else csv.reader(rest, delimiter=separator)
@@ -98,14 +99,26 @@ def _fields(file: Path, columns: Sequence[str] | None) -> Iterator[dict[str, Any
 
 
 def _opened(file: Path) -> IO[str]:
-    return gzip.open(file, "rt", encoding="utf-8") if file.suffix == ".gz" else file.open(encoding="utf-8")
+    # spreadsheets write a byte order mark, which would be a part of the first user's name
+    return gzip.open(file, "rt", encoding="utf-8-sig") if file.suffix == ".gz" else file.open(encoding="utf-8-sig")
+
+
+def _objects(lines: Iterable[str], file: Path) -> Iterator[dict[str, Any]]:
+    for n, line in enumerate((line for line in lines if line.strip()), 1):
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InvalidInput(f"{file}: event {n} cannot be read: {error}") from None
+        if not isinstance(fields, dict):
+            raise InvalidInput(f"{file}: event {n} is {line.strip()[:60]!r}; must be an object of JSON")
+        yield {str(name).lower(): value for name, value in fields.items()}
 
 
 def _named(
     cells: Iterator[list[str]], file: Path, columns: Sequence[str] | None, separator: str
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
     names = None if columns is None else [name.lower() for name in columns]
-    for n, row in enumerate(cells):
+    for n, row in enumerate(row for row in cells if any(cell.strip() for cell in row)):
         if n == 0 and names is None:
             head = [cell.strip().lower() for cell in row]
             if any(name in USERS for name in head):
@@ -125,4 +138,4 @@ def _named(
 
 
 def _one(fields: dict[str, Any], names: Sequence[str]) -> Any:
-    return next((fields[name] for name in names if fields.get(name) is not None), None)
+    return next((fields[name] for name in names if fields.get(name) not in (None, "")), None)

@@ -61,9 +61,11 @@ def time_edges(buckets: int, kind: str = "log", step: float | None = None, unit:
         raise InvalidInput(f"step is {step} and unit is {unit}; both must be above 0")
     edges: list[int] = []
     for n in range(1, buckets):
-        exact = math.exp(n * step) if kind == "log" else (n * step) ** 2
+        # no power of e above 709 is a float
+        exact = math.exp(min(n * step, 700)) if kind == "log" else (n * step) ** 2
         # a product that rounding has put above a whole second
-        edges.append(math.ceil(exact * unit * (1 - 1e-12)))
-    if edges[-1] >= 1 << 62:
-        raise InvalidInput(f"{buckets} buckets of {step} reach {edges[-1]:.3g} seconds; take fewer buckets or a smaller step")
+        seconds = exact * unit * (1 - 1e-12)
+        if seconds >= 1 << 62:
+            raise InvalidInput(f"bucket {n} of {buckets} begins at {seconds:.3g} seconds; take fewer buckets or a smaller step")
+        edges.append(math.ceil(seconds))
     return torch.tensor(edges)

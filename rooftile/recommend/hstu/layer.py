@@ -70,6 +70,8 @@ class HSTU(nn.Module):
         self.mask, self.scale, self.dropout, self.eps, self.backend = mask, scale, float(dropout), eps, backend
         if edges is not None and not check_count("buckets", buckets, 0):
             raise InvalidInput("edges came, and buckets is 0; give buckets, or leave edges out")
+        if edges is not None and not isinstance(edges, Tensor):
+            raise InvalidInput(f"edges is {shown(edges)}; must be an int64 tensor ({buckets - 1},): see time_edges")
         made = {"device": device, "dtype": dtype}
         self.widths = (self.heads * self.head_dim,) * 2 + (self.heads * self.attention_dim,) * 2
         self.norm = nn.LayerNorm(self.dim, eps=eps, **made)  # type: ignore[arg-type]

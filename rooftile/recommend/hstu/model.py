@@ -11,7 +11,8 @@ from torch.nn import functional as F
 
 from rooftile.errors import InvalidInput
 from rooftile.recommend.hstu.layer import HSTU
-from rooftile.runtime.arguments import check_count, check_number, shown
+from rooftile.runtime.arguments import check_count, check_number, shown, whole
+from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_foreign_words
 
 
@@ -51,6 +52,8 @@ class HSTURecommender(nn.Module):
         super().__init__()
         self.items, self.longest = check_count("items", items), check_count("longest", longest)
         self.temperature, self.dropout = check_number("temperature", temperature), dropout
+        if self.temperature <= 0:
+            raise InvalidInput(f"temperature is {temperature}; must be above 0")
         self.embedding = nn.Embedding(self.items, dim, device=device, dtype=dtype)
         self.place = nn.Embedding(self.longest, dim, device=device, dtype=dtype)
         for table in (self.embedding, self.place):
@@ -73,14 +76,14 @@ class HSTURecommender(nn.Module):
             times: seconds (total,), for a model with buckets, and no other.
             targets: how many last events of each user are candidates, as in `hstu_attention`.
         """
-        self._check(events, cu, times)
+        cu = self._check(events, cu, times)
         rows = torch.arange(events.shape[0], device=events.device)
         lengths = cu.diff().to(events.device)
         first = torch.repeat_interleave(cu[:-1].to(events.device), lengths, output_size=events.shape[0])
         place = rows - first
         if targets is not None:
             # all candidates stand where the next event would
-            last = torch.as_tensor(targets, device=events.device).expand(lengths.shape)
+            last = _targets(targets, lengths)
             end = torch.repeat_interleave(lengths - last, lengths, output_size=events.shape[0])
             place = torch.minimum(place, end)
         x = F.dropout(self.embedded(events, place), self.dropout, self.training)
@@ -112,6 +115,7 @@ class HSTURecommender(nn.Module):
         Raises:
             InvalidInput: no user has two events.
         """
+        cu = self._check(events, cu, times)
         states = self(events, cu, times)
         there = torch.ones(events.shape[0], dtype=torch.bool, device=events.device)
         ends = cu[1:][cu.diff() > 0].to(events.device).long()
@@ -132,7 +136,8 @@ class HSTURecommender(nn.Module):
         table = self.embedding.weight if items is None else self.embedding(items)
         return F.normalize(states, dim=-1) @ F.normalize(table, dim=-1).mT
 
-    def _check(self, events: Tensor, cu: Tensor, times: Tensor | None) -> None:
+    def _check(self, events: Tensor, cu: Tensor, times: Tensor | None) -> Tensor:
+        """Returns the offsets on the device of the events."""
         if not isinstance(events, Tensor) or events.ndim != 1 or events.dtype not in (torch.int32, torch.int64):
             raise InvalidInput(f"events is {shown(events)}; must be int64 (total,), the numbers of items")
         if times is not None and not self.timed:
@@ -140,10 +145,31 @@ class HSTURecommender(nn.Module):
         if times is None and self.timed:
             raise InvalidInput(f"times is None; the model has buckets of time, and needs seconds ({len(events)},)")
         # on a GPU PyTorch's embeddings stop the program at a number that they do not have
+        cu = check_offsets("cu", cu, events.shape[0], "events", events.device, False)
         if torch.compiler.is_compiling():
-            return
+            return cu
         if events.is_cpu and events.numel() and not 0 <= int(events.min()) <= int(events.max()) < self.items:
             worst = int(events.min()) if int(events.min()) < 0 else int(events.max())
             raise InvalidInput(f"events has the item {worst}; items are 0 to {self.items - 1}")
         if cu.is_cpu and cu.numel() > 1 and int(cu.diff().max()) > self.longest:
             raise InvalidInput(f"a user has {int(cu.diff().max())} events; longest is {self.longest}: give its last ones")
+        return cu
+
+
+def _targets(targets: Tensor | int, lengths: Tensor) -> Tensor:
+    """The candidates of each user (B,), which are no more than its events."""
+    number = whole(targets) if not isinstance(targets, Tensor) or not targets.ndim else None
+    if number is not None:
+        last = torch.full_like(lengths, number)
+    elif isinstance(targets, Tensor) and targets.shape == lengths.shape and targets.dtype in (torch.int32, torch.int64):
+        last = targets.to(lengths.device)
+    else:
+        raise InvalidInput(f"targets is {shown(targets)}; must be an int, or int32 or int64 of shape ({lengths.shape[0]},)")
+    if last.is_cpu and not torch.compiler.is_compiling():
+        wrong = (last < 0) | (last > lengths) & (lengths > 0)
+        if bool(wrong.any()):
+            b = int(wrong.nonzero()[0])
+            raise InvalidInput(
+                f"user {b} has {int(lengths[b])} events and {int(last[b])} targets; must be 0 to {int(lengths[b])}"
+            )
+    return last

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rooftile.errors import InvalidInput
-from rooftile.runtime.arguments import check_number
+from rooftile.runtime.arguments import check_count, check_number, shown
 from rooftile.runtime.tensors import check_offsets
 
 
@@ -26,7 +26,7 @@ def stochastic_length(
 
     Args:
         cu: offsets (B + 1,) of users, on the host.
-        longest: N, the most rows that a user has.
+        longest: N, the most rows that a user has; at least 1.
         power: alpha of the paper, above 0 and at most 2; 2 keeps all.
         generator: of the random numbers.
 
@@ -44,6 +44,9 @@ def stochastic_length(
     power = check_number("power", power)
     if not 0 < power <= 2:
         raise InvalidInput(f"power is {power}; must be above 0 and at most 2")
+    longest = check_count("longest", longest)
+    if not isinstance(cu, Tensor) or cu.ndim != 1 or not cu.numel():
+        raise InvalidInput(f"cu is {shown(cu)}; must be offsets (B + 1,) of users, int32 or int64")
     cu = check_offsets("cu", cu, int(cu[-1]), "rows", torch.device("cpu"), True)
     most = max(int(longest ** (power / 2)), 1)
     ends = cu.tolist()
