@@ -232,6 +232,8 @@ def test_modules_that_are_not_here_are_refused(modules: list[Any], said: str, tm
 
 def test_folders_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     folder = described(encoder_folder(tmp_path), MEAN)
+    with pytest.raises(Unsupported, match="speculative is given, and the model gives vectors"):
+        LLM(folder, speculative="lookup")
     with pytest.raises(InvalidInput, match="is an encoder, bert, which embeds texts"):
         LLM(folder, task="generate")
     listed = json.loads((folder / "modules.json").read_text())
