@@ -180,6 +180,8 @@ class LLM:
             if embeds(model, self.config):
                 if self.config.adapter_slots:
                     raise Unsupported("adapters are asked for, and the model gives vectors, which has none: leave them out")
+                if self.config.speculative is not None:
+                    raise Unsupported("speculative is given, and the model gives vectors, which need no drafts: leave it out")
                 self.embedding = read_embedding_model(model, self.config)
                 self.tokenizer, self._end = self.embedding.tokenizer, weakref.finalize(self, lambda: None)
                 return

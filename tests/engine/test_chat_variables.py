@@ -12,6 +12,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from rooftile.engine.text.chat_template import render
+from rooftile.engine.text.harmony_messages import SIGN
 from rooftile.errors import InvalidInput
 from tests.engine.folders import core
 
@@ -102,6 +103,28 @@ def test_what_a_user_writes_does_not_move_the_end() -> None:
 def test_what_cannot_be_continued(messages: list[dict[str, str]], opens: bool, why: str) -> None:
     with pytest.raises(InvalidInput, match=why):
         ours(PLAIN, messages, opens=opens, continues=True)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"tool_calls": 3}, "tool_calls 3; must be a list"), ({"tool_calls": "x"}, "tool_calls 'x'; must be a list"),
+        ({"tool_calls": [3]}, "tool_calls .*3.*; must be a list"), ({"tool_calls": [{"function": 3}]}, "objects with a function"),
+        ({"reasoning": 3, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}, "thoughts are 3; must be a text"),
+    ],
+)  # fmt: skip
+def test_calls_and_thoughts_of_another_form(more: dict[str, object], why: str) -> None:
+    """The template of gpt-oss does not see them as they come."""
+    with pytest.raises(InvalidInput, match=why):
+        ours(f"{{# {SIGN} #}}{PLAIN}", [*ASKED, {"role": "assistant", "content": "", **more}])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("given", ["no", 1, None])
+def test_switches_are_true_or_false(given: object) -> None:
+    with pytest.raises(InvalidInput, match=f"add_generation_prompt is {given!r}; must be True or False"):
+        render(PLAIN, ASKED, given, NAMED, "here")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match=f"continue_final_message is {given!r}; must be True or False"):
+        render(PLAIN, ANSWERED, False, NAMED, "here", continue_final_message=given)  # type: ignore[arg-type]
 
 
 def test_a_template_that_changes_the_last_message() -> None:

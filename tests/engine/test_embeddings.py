@@ -198,6 +198,12 @@ VOCABULARY_TILE = 4 + WORDS.index("tile")
         (lambda llm: llm.embed("a", truncate_prompt_tokens=41), "from 1 to 40"),
         (lambda llm: llm.embed([[1, 99]]), "has 99 for a token"), (lambda llm: llm.embed([[]]), "no token"),
         (lambda llm: llm.embed(["\ud800"]), "surrogate"), (lambda llm: llm.embed(3), "must be a text"),
+        (lambda llm: llm.embed("a", prompt_name=3), "prompt_name is 3; the model has 'query', 'document'"),
+        (lambda llm: llm.embed("a", prompt_name=["query"]), r"prompt_name is \['query'\]; the model has"),
+        (lambda llm: llm.score(None, "a"), "query is None; must be a text, or a list of texts"),
+        (lambda llm: llm.score("a", {"text": "b"}), "documents is {'text': 'b'}; must be a text"),
+        (lambda llm: llm.score("a", ["b", [1]]), r"documents has \[1\] at place 1; must be a text"),
+        (lambda llm: llm.score("a", b"b"), "documents is b'b'; must be a text"),
     ],
 )  # fmt: skip
 def test_refusals(ask: Any, said: str, refusing: LLM) -> None:
@@ -226,6 +232,8 @@ def test_modules_that_are_not_here_are_refused(modules: list[Any], said: str, tm
 
 def test_folders_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     folder = described(encoder_folder(tmp_path), MEAN)
+    with pytest.raises(Unsupported, match="speculative is given, and the model gives vectors"):
+        LLM(folder, speculative="lookup")
     with pytest.raises(InvalidInput, match="is an encoder, bert, which embeds texts"):
         LLM(folder, task="generate")
     listed = json.loads((folder / "modules.json").read_text())

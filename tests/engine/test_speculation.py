@@ -258,6 +258,7 @@ def test_a_large_batch_has_none(peers) -> None:
         ({"tokens": 0}, InvalidInput, "tokens = 0; must be a whole number from 1 to 31"),
         ({"tokens": True}, InvalidInput, "tokens = True"), ({"speed": 2}, InvalidInput, "has 'speed'; may have method"),
         ({"shortest": 5}, InvalidInput, "shortest = 5 and longest = 4"), ("{", InvalidInput, "which is no JSON"),
+        ({"method": ["lookup"]}, InvalidInput, "has the method ['lookup']"), ({"method": {}}, InvalidInput, "has the method {}"),
         ({"method": "medusa"}, Unsupported, 'the method "medusa"'), ({"max_batch": "all"}, InvalidInput, "max_batch = 'all'"),
     ],
 )  # fmt: skip

@@ -73,9 +73,9 @@ class Recipe:
         name = self.default_prompt if name is None else name
         if name is None:
             return ""
-        if name not in self.prompts:
+        if not isinstance(name, str) or name not in self.prompts:
             has = ", ".join(map(repr, self.prompts)) or "none"
-            raise InvalidInput(f"prompt_name is {name[:80]!r}; the model has {has}")
+            raise InvalidInput(f"prompt_name is {repr(name)[:80]}; the model has {has}")
         return self.prompts[name]
 
 

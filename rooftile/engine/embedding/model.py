@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,8 +66,7 @@ class EmbeddingModel:
 
     def score(self, query: str | Sequence[str], documents: str | Sequence[str], *, cut: int | None) -> list[ScoreOutput]:
         """See `LLM.score`."""
-        answers = [documents] if isinstance(documents, str) else list(documents)
-        queries = [query] if isinstance(query, str) else list(query)
+        queries, answers = _listed("query", query), _listed("documents", documents)
         if len(queries) not in (1, len(answers)):
             raise InvalidInput(f"there are {len(queries)} queries for {len(answers)} documents; give one, or one for each")
         if self.embedder.is_cross:
@@ -98,6 +97,22 @@ class EmbeddingModel:
         if len(broken):
             raise InvalidInput(not_finite(int(broken[0])))
         return vectors, sizes
+
+
+def _listed(name: str, texts: Any) -> list[str]:
+    """Returns the texts of an argument, a single one or several.
+
+    Raises:
+        InvalidInput: it is neither.
+    """
+    # a mapping would be its keys, and a set has no order
+    if not isinstance(texts, Iterable) or isinstance(texts, bytes | Mapping | Set):
+        raise InvalidInput(f"{name} is {repr(texts)[:80]}; must be a text, or a list of texts")
+    several = [texts] if isinstance(texts, str) else list(texts)
+    for place, text in enumerate(several):
+        if not isinstance(text, str):
+            raise InvalidInput(f"{name} has {repr(text)[:80]} at place {place}; must be a text")
+    return several
 
 
 def _some_at_a_time(texts: Sequence[Any]) -> Iterator[Sequence[Any]]:

@@ -77,9 +77,9 @@ class Speculation:
         asked: dict[str, Any] = {RENAMED.get(str(name), str(name)): python_number(value) for name, value in given.items()}
         method = asked.get("method", "lookup" if asked.get("model") is None else "draft")
         method = SAME.get(method, method) if isinstance(method, str) else method
-        if method in LATER:
+        if isinstance(method, str) and method in LATER:
             raise Unsupported(LATER[method])
-        if method not in METHODS:
+        if not isinstance(method, str) or method not in METHODS:
             raise InvalidInput(f'speculative has the method {method!r}; must be "lookup", "draft", "eagle3" or "mtp"')
         foreign = [name for name in asked if name not in cls.__dataclass_fields__]
         if foreign:

@@ -62,6 +62,9 @@ def render(
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise InvalidInput(f"a message is {str(message)[:80]!r}; must be a dictionary with a role and content")
+    for name, value in (("add_generation_prompt", add_generation_prompt), ("continue_final_message", continue_final_message)):
+        if not isinstance(value, bool):
+            raise InvalidInput(f"{name} is {repr(value)[:80]}; must be True or False")
     written_as = [_with_text(message) for message in messages]
     mark = _mark_end(written_as, add_generation_prompt) if continue_final_message else ""
     # variables of another kind are refused below

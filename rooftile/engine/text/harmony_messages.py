@@ -50,7 +50,7 @@ def harmony_messages(messages: Sequence[dict[str, Any]], variables: Mapping[str,
         variables: the caller's variables of the template.
 
     Raises:
-        InvalidInput: the model does not know the effort.
+        InvalidInput: the model does not know the effort, or calls or thoughts are not in OpenAI's form.
     """
     effort = variables.get("reasoning_effort", "medium")
     if effort not in EFFORTS:
@@ -78,6 +78,10 @@ def _turn(message: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[di
     thought = next((message[name] for name in _THOUGHTS if message.get(name)), "")
     plain = {name: value for name, value in message.items() if name not in (*_THOUGHTS, "tool_calls")}
     calls = message.get("tool_calls")
+    if not isinstance(thought, str):
+        raise InvalidInput(f"a message's thoughts are {repr(thought)[:80]}; must be a text")
+    if calls and not (isinstance(calls, list | tuple) and all(map(_is_call, calls))):
+        raise InvalidInput(f"a message has tool_calls {repr(calls)[:80]}; must be a list of objects with a function")
     if not calls:
         return [plain | ({"thinking": thought} if thought else {})]
     # the template takes one of the two beside a call, and writes both as a thought
@@ -87,6 +91,10 @@ def _turn(message: dict[str, Any], results: Sequence[dict[str, Any]]) -> list[di
         found.append(plain | {"content": "", "tool_calls": [_with_object(call)]} | ({"thinking": said} if said and not n else {}))
         found += own
     return found
+
+
+def _is_call(call: object) -> bool:
+    return isinstance(call, dict) and isinstance(call.get("function", call), dict)
 
 
 def _shared(calls: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
