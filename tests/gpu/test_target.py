@@ -82,7 +82,8 @@ def test_softmax_over_parts_of_few_users_histories(dtype, monkeypatch) -> None:
     given = case(lengths=(9000, 0, 5, 4500, 8000), M=70, H=4, Hk=2, D=128, Dv=128).to(dtype, "cuda")
     q, keys, values = (x.detach() for x in given[:3])
     given = given._replace(q=q, keys=keys, values=values)
-    monkeypatch.setattr(parts, "LEAST_HISTORY", 1024)
+    monkeypatch.setattr(parts, "LEAST_CAPTURED", 1024)
+    monkeypatch.setattr(parts, "LEAST_EAGER", 1024)
     ran = []
     attend = parts.attend
     monkeypatch.setattr(parts, "attend", lambda batch, scale, number: ran.append(number) or attend(batch, scale, number))

@@ -106,6 +106,10 @@ def test_which_calls_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
         history = keys[:events].repeat(users, 1, 1).requires_grad_(needs_grad)
         recommend.target_attention(torch.randn(users, candidates, 4, 4), history, torch.arange(users + 1) * events)
 
+    # the host launches parts more slowly than one call
+    run(1, 512, 8192)
+    assert cuts.pop() == 1
+    monkeypatch.setattr(parts, "LEAST_EAGER", parts.LEAST_CAPTURED)
     for users, candidates, events in ((1, 512, 8192), (1, 64, 8192), (1, 512, 4096), (2, 512, 8192), (4, 512, 8192)):
         run(users, candidates, events)
     assert cuts == [8, 16, 8, 4, 2]

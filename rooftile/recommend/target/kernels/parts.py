@@ -28,8 +28,9 @@ ROWS = 128
 # the least events of a part, a multiple of which a part has: the largest block of keys of packed attention divides it
 LEAST_EVENTS = 512
 BLOCK = 128
-# the least events of a history, on average: below, the two more launches cost what programs save
-LEAST_HISTORY = 4096
+# the least events of a history, on average, from which parts are faster on an H200: in a captured graph, and where the host launches,
+# which takes 350 us for parts and 120 us for one call
+LEAST_CAPTURED, LEAST_EAGER = 4096, 32768
 # parts that a step of the merge reads
 STEP = 8
 
@@ -121,10 +122,11 @@ _start_copy, _start_merge = Kernel(_copy_candidates), Kernel(_merge)
 
 
 def parts_of(batch: Batch) -> int:
-    """The parts into which histories are cut, by sizes alone: as many as fill the processors about once, 1 to cut nothing."""
+    """The parts into which histories are cut: as many as fill the processors about once, 1 to cut nothing."""
     q, users = batch.q, batch.cu.shape[0] - 1
     events = batch.keys.shape[0] // max(users, 1)
-    if not q.numel() or events < LEAST_HISTORY:
+    captured = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not q.numel() or events < (LEAST_CAPTURED if captured else LEAST_EAGER):
         return 1
     programs = max(-(-q.shape[0] // ROWS), users) * q.shape[1]
     return max(min(processors(q.device) // programs, events // LEAST_EVENTS), 1)
