@@ -98,16 +98,19 @@ def auc(scores: Tensor, labels: Tensor, groups: Tensor | None = None) -> float:
     positive = labels.bool()
     if groups is None:
         groups = torch.zeros_like(positive, dtype=torch.long)
-    area, rows = 0.0, 0
-    for group in groups.unique():
-        here = groups == group
-        yes, no = scores[here & positive].double(), scores[here & ~positive].double().sort().values
-        if not len(yes) or not len(no):
-            continue
-        below = torch.searchsorted(no, yes, right=False) + torch.searchsorted(no, yes, right=True)
-        count = int(here.sum())
-        area += float(below.sum()) / (2 * len(yes) * len(no)) * count
-        rows += count
-    if not rows:
+    order = scores.argsort()
+    order = order[groups[order].argsort(stable=True)]
+    # rows of one group and one score tie
+    group = groups[order].unique_consecutive(return_inverse=True)[1]
+    tie = torch.stack([group.double(), scores[order].double()]).unique_consecutive(dim=1, return_inverse=True)[1]
+    yes, no = (torch.bincount(tie[x[order]], minlength=len(order)).double() for x in (positive, ~positive))
+    group_of = torch.zeros_like(group).index_copy(0, tie, group)
+    in_group = [torch.zeros(len(order), dtype=torch.double, device=group.device).index_add(0, group_of, x) for x in (yes, no)]
+    # negatives of the group with a lower score
+    below = no.cumsum(0) - no - (in_group[1].cumsum(0) - in_group[1])[group_of]
+    won = torch.zeros_like(in_group[0]).index_add(0, group_of, yes * (below + no / 2))
+    pairs, rows = in_group[0] * in_group[1], in_group[0] + in_group[1]
+    counted = pairs > 0
+    if not bool(counted.any()):
         raise InvalidInput("no group has a positive and a negative row, so there is nothing to compare")
-    return area / rows
+    return float((won[counted] / pairs[counted] * rows[counted]).sum() / rows[counted].sum())

@@ -46,6 +46,19 @@ def test_the_planted_distances_are_true() -> None:
     assert (clicks.events.times.view(20, 90).diff() >= 0).all()
 
 
+@pytest.mark.parametrize("length", [9, 14, 33, 37])
+def test_the_oldest_events_may_be_too_few_for_a_period(length: int) -> None:
+    clicks = planted_clicks(
+        6, length, candidates=20, categories=CATEGORIES, groups=GROUPS, per_group=PER_GROUP, nearest=8, times=3,
+        generator=torch.Generator().manual_seed(length),
+    )  # fmt: skip
+    for items in clicks.events.items.view(6, length).tolist():
+        groups = [group_of(item) for item in items]
+        counts = {group: groups.count(group) for group in set(groups) - {-1}}
+        assert set(counts.values()) == {3}
+        assert len(counts) == 2 * (1 + (length >= 14) + (length > 37))
+
+
 def test_noise_turns_labels_round() -> None:
     clicks = planted_clicks(100, 16, noise=0.2, generator=torch.Generator().manual_seed(0))
     # 3,200 labels: five deviations are 0.035

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,6 +103,49 @@ def test_ratings_that_are_asked_for_and_not_there(tmp_path: Path) -> None:
     with pytest.raises(rt.InvalidInput, match="event 1 cannot be read: it has no rating, and least_rating is 4; leave"):
         read_events(file, least_rating=4)
     assert len(read_events(file).items) == 1
+
+
+DAMAGED = {
+    "not UTF-8": ("x.csv", b"user,item,timestamp\n1,\xe9,3\n", "cannot be read: 'utf-8' codec"),
+    "a field without an end": ("x.csv", b"user,item,timestamp\n1," + b"a" * 200_000 + b",3\n", "larger than field limit"),
+    "no gzip": ("x.csv.gz", b"user,item,timestamp\n", "Not a gzipped file"),
+    "half of a gzip": ("x.csv.gz", gzip.compress(b"user,item,timestamp\n" + b"1,2,3\n" * 9)[:-12], "Compressed file ended"),
+    "a rating of NaN": ("x.csv", b"user,item,rating,timestamp\n1,2,nan,3\n", "event 1 cannot be read: its rating is NaN"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_files(tmp_path: Path, what: str) -> None:
+    name, content, due = DAMAGED[what]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(rt.InvalidInput, match=due):
+        read_events(tmp_path / name, least_rating=3 if "rating" in what else None)
+
+
+@pytest.mark.parametrize("columns", ["user,item,timestamp", (1, 2, 3), ("user", "item", "User", "timestamp")])
+def test_columns_that_name_none(tmp_path: Path, columns: Any) -> None:
+    (tmp_path / "x.csv").write_text("1,2,3\n")
+    with pytest.raises(rt.InvalidInput, match=r"columns is .*; must"):
+        read_events(tmp_path / "x.csv", columns=columns)
+
+
+@pytest.mark.parametrize("unit", [1, 10**3, 10**6, 10**9])
+def test_moments_become_seconds(tmp_path: Path, unit: int) -> None:
+    (tmp_path / "x.csv").write_text(f"user,item,timestamp\n1,2,{1_700_000_000 * unit}\n")
+    assert read_events(tmp_path / "x.csv").times.tolist() == [1_700_000_000]
+
+
+def test_distances_of_other_kinds() -> None:
+    found = [
+        planted_events(3, 40, distances=distances, generator=torch.Generator().manual_seed(0)).events.items
+        for distances in ((5, 20), np.array([5, 20]), torch.tensor([5, 20]))
+    ]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    with pytest.raises(rt.InvalidInput, match="distances is 5; must be several numbers"):
+        planted_events(3, 40, distances=5)  # type: ignore[arg-type]
+    with pytest.raises(rt.InvalidInput, match="share is 'a'; must be a finite number"):
+        planted_events(3, 80, share="a")  # type: ignore[arg-type]
 
 
 def test_a_batch_has_the_events_of_its_users() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -98,6 +99,34 @@ def test_stochastic_length() -> None:
         own = rows[offsets[b] : offsets[b + 1]]
         assert ((own >= cu[b]) & (own < cu[b + 1])).all()
     assert stochastic_length(cu, 400, 2.0)[0].shape[0] == int(cu[-1])
+
+
+WRONG = {
+    "mask is 'causal'; must be a mask": lambda: HSTU(8, 2, mask="causal"),  # type: ignore[arg-type]
+    "backend is 'cuda'; must be": lambda: HSTU(8, 2, backend="cuda"),
+    "scale is 'a'; must be a finite": lambda: HSTU(8, 2, scale="a"),  # type: ignore[arg-type]
+    "eps is -1; must be at least 0": lambda: HSTU(8, 2, eps=-1),
+    r"edges is \[1, 2\]": lambda: HSTU(8, 2, buckets=3, edges=[1, 2]),  # type: ignore[arg-type]
+    "bias.edges makes 2 buckets": lambda: HSTU(8, 2, buckets=3, edges=torch.tensor([1])),
+    "bias.edges falls": lambda: HSTU(8, 2, buckets=3, edges=torch.tensor([3, 1])),
+    r"x is .*; must be a float tensor \(total, 8\)": lambda: HSTU(8, 2)(torch.randn(3, 9), torch.tensor([0, 3])),
+    "dim is -4; must be an int": lambda: HSTURecommender(10, dim=-4),
+    "items has the item 10": lambda: HSTURecommender(10, dim=8).scores(torch.randn(3, 8), torch.tensor([10])),
+    r"states is .*; must be a tensor \(..., 8\)": lambda: HSTURecommender(10, dim=8).scores(torch.randn(3, 9)),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_is_refused(words: str) -> None:
+    with pytest.raises(rt.InvalidInput, match=words):
+        WRONG[words]()
+
+
+def test_events_of_int32_and_a_dropout_of_numpy() -> None:
+    model = HSTURecommender(10, dim=8, longest=4, buckets=0, dropout=np.float32(0.5)).eval()
+    events, cu = torch.tensor([1, 2, 3]), torch.tensor([0, 3])
+    losses = [model.loss(x, cu, generator=torch.Generator().manual_seed(0)) for x in (events, events.int())]
+    assert torch.equal(*losses)
 
 
 def test_bad_input() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rooftile as rt
 from rooftile.recommend.metrics import auc, hit_rate, ndcg, ranks
@@ -31,7 +33,29 @@ def test_the_area_is_the_share_of_pairs_in_order() -> None:
     assert auc(scores, labels) == pytest.approx(area(list(range(60))))
     areas = {g: area([i for i in range(60) if groups[i] == g]) for g in range(4)}
     sizes = {g: int((groups == g).sum()) for g in range(4) if areas[g] is not None}
+    order = torch.randperm(60)
+    assert auc(scores[order], labels[order], groups[order] * 10**15 - 5) == pytest.approx(auc(scores, labels, groups))
     assert auc(scores, labels, groups) == pytest.approx(sum(areas[g] * n for g, n in sizes.items()) / sum(sizes.values()))
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_many_groups_take_no_further_pass_over_the_rows() -> None:
+    counts = []
+    for size in (2, 500):
+        rows = torch.arange(1000)
+        with Operations() as operations:
+            assert auc((rows % 2).float(), rows % 2, rows // size) == 1.0
+        counts.append(operations.count)
+    assert counts[0] == counts[1]
 
 
 def test_bad_input() -> None:

@@ -141,6 +141,13 @@ def test_who_waits_longest_makes_room_and_may_come_back() -> None:
     assert (len(scorer), scorer.histories.pool.used_blocks) == (0, 0)
 
 
+def kept_of(model: HSTURecommender, events: Tensor, times: Tensor) -> Scorer:
+    """A scorer that has read one history."""
+    scorer = Scorer(model, room=100)
+    scorer.append("ann", events, times)
+    return scorer
+
+
 def test_a_history_longer_than_the_model_s() -> None:
     model = made()
     events, times = history(60, 4)
@@ -155,6 +162,9 @@ def test_a_history_longer_than_the_model_s() -> None:
     kept.append("ann", events[:38], times[:38])
     assert kept.append("ann", events[38:41], times[38:41]) == 25
     torch.testing.assert_close(kept.state("ann"), states_anew(model, events[16:41], times[16:41])[-1])
+    # a user may come with more than there is a place for
+    assert kept.append_many([("bob", events, times), ("eve", events[:3], times[:3])]) == [25, 3]
+    assert torch.equal(kept.state("bob"), kept_of(model, events[-25:], times[-25:]).state("ann"))
     # a history that is cut always leaves a place for candidates
     assert kept.append("ann", events[41:55], times[41:55]) == 39
     assert len(kept.candidate_states("ann", [1])) == 1
@@ -235,6 +245,8 @@ REFUSED = {
     "must be whole numbers": lambda s: s.append("ann", [1.5], [30]),
     "user is .*; must be hashable": lambda s: s.append([1], [1], [30]),
     "must be a value that equals itself": lambda s: s.append(torch.tensor(1), [1], [30]),
+    "user is nan; must be a value that equals itself": lambda s: s.append(float("nan"), [1], [30]),
+    "user is .*NaT.*; must be a value that equals itself": lambda s: s.score(np.datetime64("NaT"), [1]),
     "comes twice in one call": lambda s: s.append_many([("bob", [1], [1]), ("bob", [2], [2])]),
     "the batch has 'ann'": lambda s: s.score_many(["ann"]),
     "user 'eve' is unknown": lambda s: s.score("eve", [1]),
@@ -252,6 +264,15 @@ def test_what_is_refused_changes_nothing(words: str) -> None:
         REFUSED[words](scorer)
     assert (len(scorer), scorer.histories.length("ann")) == (1, 2)
     assert torch.equal(scorer.score("ann"), before)
+
+
+@pytest.mark.parametrize("change", [lambda m: m.float(), lambda m: setattr(m, "place", torch.nn.Embedding(9, 16))])
+def test_pages_do_not_serve_a_model_of_another_form(change: Any) -> None:
+    scorer = Scorer(made(), room=64)
+    change(scorer.model)
+    scorer.clear()
+    with pytest.raises(InvalidInput, match="other shapes, dtypes or devices than its pages were made for; make another Scorer"):
+        scorer.append("ann", [1, 2], [10, 20])
 
 
 def test_models_that_cannot_be_served() -> None:

@@ -171,6 +171,23 @@ def test_bad_input() -> None:
         model(events, torch.tensor([0, 3]), candidates, times)
     with pytest.raises(rt.InvalidInput, match=r"labels is .* like candidates"):
         model.loss(events, cu, candidates, torch.ones(2), times)
+    with pytest.raises(rt.InvalidInput, match="labels has other values than 0 and 1"):
+        model.loss(events, cu, candidates, torch.tensor([[0.0, torch.nan]]), times)
+    with pytest.raises(rt.InvalidInput, match="there is no candidate to learn from"):
+        model.loss(events, cu, candidates[:, :0], torch.ones(1, 0), times)
+    with pytest.raises(rt.InvalidInput, match="times has NaN"):
+        model(events, cu, candidates, times * torch.nan)
+    with pytest.raises(rt.InvalidInput, match=r"times is .*; must be seconds"):
+        model(events, cu, candidates, times > 5)
+    for words, due in (
+        ({"weights": "relu"}, "weights is"),
+        ({"backend": "cuda"}, "backend is"),
+        ({"buckets": "a"}, "buckets is"),
+    ):
+        with pytest.raises(rt.InvalidInput, match=due):
+            TargetRecommender(10, dim=8, **words)
+    with pytest.raises(rt.InvalidInput, match="categories is"):
+        TargetRecommender(2, dim=8, categories=torch.tensor([True, False]))
     without = TargetRecommender(10, dim=8)
     with pytest.raises(rt.InvalidInput, match="times came, and the model has no buckets"):
         without(events, cu, candidates, times)

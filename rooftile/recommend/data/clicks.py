@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.recommend.data.events import Events
-from rooftile.runtime.arguments import check_count
+from rooftile.runtime.arguments import check_count, check_number
 
 
 class Clicks(NamedTuple):
@@ -38,10 +38,11 @@ def planted_clicks(
     """Draws users whose interests came and went: a candidate is clicked if the user has events of its group, however far back.
 
     A history has periods, counted from its end: the last `nearest` events, the events before up to 4 * `nearest`, up to
-    16 * `nearest`, and so on. Each has interests of its own, groups of which a user has a few events there and none elsewhere.
-    Half of the candidates belong to an interest, of each period equally often; the others to groups that the user never saw. So a
-    model that reads the last n events cannot know the clicks whose `distance` is above n. All other events are items that are no
-    candidates, of all categories, so the category of a candidate tells nothing.
+    16 * `nearest`, and so on; the oldest events are in no period if they are fewer than `interests * times`. Each period has
+    interests of its own, groups of which a user has a few events there and none elsewhere. Half of the candidates belong to an
+    interest, of each period equally often; the others to groups that the user never saw. So a model that reads the last n events
+    cannot know the clicks whose `distance` is above n. All other events are items that are no candidates, of all categories, so
+    the category of a candidate tells nothing.
 
     Args:
         users: how many.
@@ -71,11 +72,13 @@ def planted_clicks(
     )
     nearest = check_count("nearest", nearest, interests * times)
     length = check_count("length", length, nearest)
-    if not 0 <= noise < 0.5:
+    if not 0 <= check_number("noise", noise) < 0.5:
         raise InvalidInput(f"noise is {noise}; must be at least 0 and below 0.5")
     ends = [nearest]
     while ends[-1] < length:
         ends.append(min(4 * ends[-1], length))
+    if len(ends) > 1 and ends[-1] - ends[-2] < interests * times:
+        ends.pop()
     planted = len(ends) * interests
     if categories * groups <= planted:
         raise InvalidInput(

@@ -10,6 +10,9 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import math
+import os
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -19,6 +22,7 @@ import torch
 
 from rooftile.errors import InvalidInput
 from rooftile.recommend.data.events import Events, packed
+from rooftile.runtime.arguments import check_number, shown
 
 # the names of a field in the files that there are
 USERS = ("user", "userid", "user_id", "reviewerid")
@@ -30,7 +34,9 @@ FILES = ("ratings.dat", "ratings.csv", "u.data")
 MOST_SECONDS = 1 << 34
 
 
-def read_events(path: str | Path, *, columns: Sequence[str] | None = None, least_rating: float | None = None) -> Events:
+def read_events(
+    path: str | os.PathLike[str], *, columns: Sequence[str] | None = None, least_rating: float | None = None
+) -> Events:
     """Reads the events of a file, or of a folder with ratings.dat, ratings.csv or u.data.
 
     Args:
@@ -40,7 +46,7 @@ def read_events(path: str | Path, *, columns: Sequence[str] | None = None, least
         least_rating: events with a lower rating are left out; None keeps all, and is due where events have no ratings.
 
     Returns:
-        The events, sorted by user and time. Times in milliseconds become seconds.
+        The events, sorted by user and time. Times in milliseconds, microseconds or nanoseconds become seconds.
 
     Raises:
         InvalidInput: there is no such file, its columns are not known, or a line cannot be read; names the line.
@@ -49,15 +55,22 @@ def read_events(path: str | Path, *, columns: Sequence[str] | None = None, least
         >>> read_events("ml-1m").item_count
         3706
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidInput(f"path is {shown(path)}; must be a file or a folder")
+    if least_rating is not None:
+        check_number("least_rating", least_rating)
+    _check_columns(columns)
     file = _file_of(Path(path))
     users: dict[str, int] = {}
     items: dict[str, int] = {}
     rows: list[tuple[int, int, int]] = []
-    for line, fields in enumerate(_fields(file, columns), 1):
+    for line, fields in enumerate(_readable(_fields(file, columns), file), 1):
         try:
             user, item, moment, rating = (_one(fields, names) for names in (USERS, ITEMS, TIMES, RATINGS))
             if least_rating is not None and rating is None:
                 raise ValueError(f"it has no rating, and least_rating is {least_rating}; leave least_rating out")
+            if least_rating is not None and math.isnan(float(rating)):
+                raise ValueError("its rating is NaN")
             if least_rating is not None and float(rating) < least_rating:
                 continue
             if user is None or item is None or moment is None:
@@ -67,7 +80,8 @@ def read_events(path: str | Path, *, columns: Sequence[str] | None = None, least
                 raise ValueError(f"its timestamp is {moment}")
         except (TypeError, ValueError, OverflowError) as error:
             raise InvalidInput(f"{file}: event {line} cannot be read: {error}") from None
-        seconds = seconds // 1000 if seconds >= MOST_SECONDS else seconds
+        while seconds >= MOST_SECONDS:
+            seconds //= 1000
         rows.append((users.setdefault(str(user), len(users)), items.setdefault(str(item), len(items)), seconds))
     table = torch.tensor(rows, dtype=torch.int64).view(-1, 3)
     return packed(*table.unbind(1))
@@ -81,6 +95,25 @@ def _file_of(path: Path) -> Path:
         what = f"a folder without {', '.join(FILES)}; name its file" if path.is_dir() else "not there"
         raise InvalidInput(f"{path} is {what}")
     return found[0]
+
+
+def _check_columns(columns: Any) -> None:
+    if columns is None:
+        return
+    if isinstance(columns, str) or not isinstance(columns, Sequence) or not all(isinstance(name, str) for name in columns):
+        raise InvalidInput(f"columns is {shown(columns)}; must be names such as ('user', 'item', 'rating', 'timestamp')")
+    if len({name.lower() for name in columns}) < len(columns):
+        raise InvalidInput(f"columns is {shown(columns)}; must name each column once")
+
+
+def _readable(fields: Iterator[dict[str, Any]], file: Path) -> Iterator[dict[str, Any]]:
+    """Yields fields, and says which file is damaged or of another kind."""
+    try:
+        yield from fields
+    except (UnicodeDecodeError, csv.Error, OSError, EOFError, zlib.error) as error:
+        raise InvalidInput(
+            f"{file} cannot be read: {error}; must be text in UTF-8, packed by gzip if its name ends in .gz"
+        ) from None
 
 
 def _fields(file: Path, columns: Sequence[str] | None) -> Iterator[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rooftile.errors import InvalidInput
 from rooftile.recommend.data.events import Events
-from rooftile.runtime.arguments import check_count
+from rooftile.runtime.arguments import check_count, check_number, shown
 
 
 class Planted(NamedTuple):
@@ -58,16 +58,19 @@ def planted_events(
     users, length, visit = check_count("users", users), check_count("length", length, 2), check_count("visit", visit)
     categories, groups = check_count("categories", categories), check_count("groups", groups)
     per_group = check_count("per_group", per_group)
-    if not distances or any(check_count("distances", d, 2) >= length for d in distances):
-        raise InvalidInput(f"distances is {tuple(distances)}; must have numbers of 2 to {length - 1}, below the length")
-    if not 0 < share <= 1:
+    if not isinstance(distances, Iterable):
+        raise InvalidInput(f"distances is {shown(distances)}; must be several numbers, such as (2, 10, 60)")
+    back = tuple(check_count("distances", d, 2) for d in distances)
+    if not back or max(back) >= length:
+        raise InvalidInput(f"distances is {back}; must have numbers of 2 to {length - 1}, below the length")
+    if not 0 < check_number("share", share) <= 1:
         raise InvalidInput(f"share is {share}; must be above 0 and at most 1")
 
     def drawn(high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, generator=generator)
 
     liked = drawn(groups, users, categories)
-    category, distance = _visits(users, length, tuple(distances), categories, share, visit, generator)
+    category, distance = _visits(users, length, back, categories, share, visit, generator)
     # an item, a sign or neither stands at a place
     is_sign, there = category >= categories, category.remainder(categories)
     of_group = (there * groups + liked.gather(1, there)) * per_group + drawn(per_group, users, length)

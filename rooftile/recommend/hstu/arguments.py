@@ -103,7 +103,7 @@ def with_bias(q: Tensor, users: Users, problem: Problem, bias: Any, times: Any, 
         if times is None:
             raise InvalidInput("bias has a table of times, and times is None; give times, whole seconds per row")
         row_times, key_times = _check_times(times, users)
-        edges = _check_edges(bias.edges, time_table.shape[1], q.device)
+        edges = check_edges(bias.edges, time_table.shape[1], q.device)
     elif times is not None or bias.edges is not None:
         raise InvalidInput("times or edges came, and bias has no table of times; give RelativeBias(times=table, edges=edges)")
     if positions is not None:
@@ -127,7 +127,7 @@ def _check_table(name: str, table: Any, q: Tensor) -> Tensor | None:
     return table if table.ndim == 2 else table[None]
 
 
-def _check_edges(edges: Any, buckets: int, device: torch.device) -> Tensor:
+def check_edges(edges: Any, buckets: int, device: torch.device) -> Tensor:
     """The first second of each bucket but the first."""
     if not isinstance(edges, Tensor) or edges.ndim != 1 or edges.dtype not in INTEGERS:
         raise InvalidInput(f"bias.edges is {shown(edges)}; must be an int64 tensor ({buckets - 1},): see time_edges")

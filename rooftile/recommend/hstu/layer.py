@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from rooftile.errors import InvalidInput
 from rooftile.exact.masks import CAUSAL, Mask
-from rooftile.recommend.hstu.attention import hstu_attention
+from rooftile.recommend.hstu.arguments import check_edges
+from rooftile.recommend.hstu.attention import BACKENDS, hstu_attention
 from rooftile.recommend.hstu.bias import RelativeBias, time_edges
-from rooftile.runtime.arguments import check_count, shown
+from rooftile.runtime.arguments import check_backend, check_count, check_number, python_number, shown
 from rooftile.runtime.words import answers_foreign_words
 
 
@@ -65,13 +66,18 @@ class HSTU(nn.Module):
             raise InvalidInput(f"dim is {dim} and heads is {heads}; heads must divide dim, or give head_dim")
         self.head_dim = self.dim // self.heads if head_dim is None else check_count("head_dim", head_dim)
         self.attention_dim = self.head_dim if attention_dim is None else check_count("attention_dim", attention_dim)
+        dropout = python_number(dropout)
         if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
             raise InvalidInput(f"dropout is {shown(dropout)}; must be a number of at least 0 and below 1")
-        self.mask, self.scale, self.dropout, self.eps, self.backend = mask, scale, float(dropout), eps, backend
+        if mask is not None and not isinstance(mask, Mask):
+            raise InvalidInput(f"mask is {shown(mask)}; must be a mask such as rooftile.CAUSAL, or None")
+        check_backend(backend, BACKENDS)
+        self.mask, self.backend, self.scale = mask, backend, None if scale is None else check_number("scale", scale)
+        self.dropout, self.eps = float(dropout), check_number("eps", eps)
+        if self.eps < 0:
+            raise InvalidInput(f"eps is {eps}; must be at least 0")
         if edges is not None and not check_count("buckets", buckets, 0):
             raise InvalidInput("edges came, and buckets is 0; give buckets, or leave edges out")
-        if edges is not None and not isinstance(edges, Tensor):
-            raise InvalidInput(f"edges is {shown(edges)}; must be an int64 tensor ({buckets - 1},): see time_edges")
         made = {"device": device, "dtype": dtype}
         self.widths = (self.heads * self.head_dim,) * 2 + (self.heads * self.attention_dim,) * 2
         self.norm = nn.LayerNorm(self.dim, eps=eps, **made)  # type: ignore[arg-type]
@@ -84,7 +90,7 @@ class HSTU(nn.Module):
         self.register_buffer("edges", None)
         if check_count("buckets", buckets, 0):
             self.time_table = nn.Parameter(torch.zeros(self.heads, buckets, device=device))
-            self.edges = (time_edges(buckets) if edges is None else edges).to(device)
+            self.edges = check_edges(time_edges(buckets) if edges is None else edges, buckets, self.time_table.device)
 
     @answers_foreign_words
     def forward(
@@ -105,6 +111,7 @@ class HSTU(nn.Module):
             if given is not None and table is None:
                 word = "buckets" if name == "times" else name
                 raise InvalidInput(f"{name} came, and the layer has no {word}; give it {word}, or leave {name} out")
+        _check_rows(x, self.dim)
         u, q, k, v = self.projected(x)
         y = hstu_attention(
             q, k, v, cu, alpha=self.alpha, mask=self.mask, bias=self.bias, contextual=contextual, targets=targets,
@@ -140,3 +147,8 @@ class HSTU(nn.Module):
         return (
             f"dim={self.dim}, heads={self.heads}, head_dim={self.head_dim}, attention_dim={self.attention_dim}, mask={self.mask}"
         )
+
+
+def _check_rows(x: Tensor, dim: int) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point() or x.ndim != 2 or x.shape[1] != dim:
+        raise InvalidInput(f"x is {shown(x)}; must be a float tensor (total, {dim}), the rows of all users")

@@ -54,6 +54,7 @@ class HSTURecommender(nn.Module):
         self.temperature, self.dropout = check_number("temperature", temperature), dropout
         if self.temperature <= 0:
             raise InvalidInput(f"temperature is {temperature}; must be above 0")
+        dim = check_count("dim", dim)
         self.embedding = nn.Embedding(self.items, dim, device=device, dtype=dtype)
         self.place = nn.Embedding(self.longest, dim, device=device, dtype=dtype)
         for table in (self.embedding, self.place):
@@ -123,7 +124,7 @@ class HSTURecommender(nn.Module):
         rows = there.nonzero()[:, 0]
         if not rows.shape[0]:
             raise InvalidInput("no user has two events, so there is no next event to learn from")
-        states, due = F.normalize(states[rows], dim=-1), events[rows + 1]
+        states, due = F.normalize(states[rows], dim=-1), events[rows + 1].long()
         drawn = torch.randint(self.items, (check_count("negatives", negatives),), device=events.device, generator=generator)
         right = (states * F.normalize(self.embedding(due), dim=-1)).sum(-1, keepdim=True)
         wrong = states @ F.normalize(self.embedding(drawn), dim=-1).mT
@@ -133,27 +134,36 @@ class HSTURecommender(nn.Module):
 
     def scores(self, states: Tensor, items: Tensor | None = None) -> Tensor:
         """Returns the cosine of states (..., dim) and items (n,), or all items, as (..., n)."""
+        dim = self.embedding.embedding_dim
+        if not isinstance(states, Tensor) or not states.ndim or states.shape[-1] != dim:
+            raise InvalidInput(f"states is {shown(states)}; must be a tensor (..., {dim})")
+        if items is not None:
+            self._check_items("items", items, "(n,)")
         table = self.embedding.weight if items is None else self.embedding(items)
         return F.normalize(states, dim=-1) @ F.normalize(table, dim=-1).mT
 
     def _check(self, events: Tensor, cu: Tensor, times: Tensor | None) -> Tensor:
         """Returns the offsets on the device of the events."""
-        if not isinstance(events, Tensor) or events.ndim != 1 or events.dtype not in (torch.int32, torch.int64):
-            raise InvalidInput(f"events is {shown(events)}; must be int64 (total,), the numbers of items")
+        self._check_items("events", events, "(total,)")
         if times is not None and not self.timed:
             raise InvalidInput("times came, and the model has no buckets of time; give it buckets, or leave times out")
         if times is None and self.timed:
             raise InvalidInput(f"times is None; the model has buckets of time, and needs seconds ({len(events)},)")
-        # on a GPU PyTorch's embeddings stop the program at a number that they do not have
         cu = check_offsets("cu", cu, events.shape[0], "events", events.device, False)
         if torch.compiler.is_compiling():
             return cu
-        if events.is_cpu and events.numel() and not 0 <= int(events.min()) <= int(events.max()) < self.items:
-            worst = int(events.min()) if int(events.min()) < 0 else int(events.max())
-            raise InvalidInput(f"events has the item {worst}; items are 0 to {self.items - 1}")
         if cu.is_cpu and cu.numel() > 1 and int(cu.diff().max()) > self.longest:
             raise InvalidInput(f"a user has {int(cu.diff().max())} events; longest is {self.longest}: give its last ones")
         return cu
+
+    def _check_items(self, name: str, x: Tensor, due: str) -> None:
+        if not isinstance(x, Tensor) or x.ndim != 1 or x.dtype not in (torch.int32, torch.int64):
+            raise InvalidInput(f"{name} is {shown(x)}; must be int64 {due}, the numbers of items")
+        # on a GPU PyTorch's embeddings stop the program at a number that they do not have
+        readable = x.is_cpu and x.numel() > 0 and not torch.compiler.is_compiling()
+        if readable and not 0 <= int(x.min()) <= int(x.max()) < self.items:
+            worst = int(x.min()) if int(x.min()) < 0 else int(x.max())
+            raise InvalidInput(f"{name} has the item {worst}; items are 0 to {self.items - 1}")
 
 
 def _targets(targets: Tensor | int, lengths: Tensor) -> Tensor:

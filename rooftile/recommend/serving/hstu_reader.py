@@ -71,6 +71,8 @@ class HSTUReader:
                 "later events have seen cannot be dropped: forget the user and append the last events, or give keep="
             )
         last = slice(-self.cut_to, None)
+        if not length:
+            return Appended(given.user, given.events[last], given.times[last]), False
         slots = users.slots(given.user)
         events, times = (plane.view(-1)[slots].cpu() for plane in (self.items, self.times))
         return Appended(given.user, torch.cat([events, given.events])[last], torch.cat([times, given.times])[last]), True

@@ -67,6 +67,9 @@ def check_user(user: Any) -> Hashable:
         hash(user)
     except TypeError:
         raise InvalidInput(f"user is {shown(user)}; must be hashable, such as an int or a str") from None
+    # NaN would be a new user in each call, and no later call would find it
+    if user != user:
+        raise InvalidInput(f"user is {shown(user)}; must be a value that equals itself in the next call: an int or a str")
     return user  # type: ignore[no-any-return]
 
 

@@ -90,7 +90,7 @@ class Scorer:
         self._users = Users(self._reader)
         self.histories = self._users.histories
         self._lock = RLock()
-        self._weights = self._stamp()
+        self._weights, self._form = self._stamp(), self._forms()
 
     def __len__(self) -> int:
         return len(self.histories)
@@ -113,7 +113,7 @@ class Scorer:
     def memory(self, user: Hashable) -> str:
         """Says how many bytes a user's history takes."""
         with self._lock:
-            return self.histories.in_words(user)
+            return self.histories.in_words(check_user(user))
 
     @answers_foreign_words
     def append(self, user: Hashable, events: Tensor | Sequence[int], times: Tensor | Sequence[int] | None = None) -> int:
@@ -203,9 +203,15 @@ class Scorer:
         tensors = chain(self.model.parameters(), self.model.buffers())
         return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
 
+    def _forms(self) -> list[tuple[Any, ...]]:
+        """What pages and planes were made for."""
+        return [(x.shape, x.dtype, x.device) for x in self.model.parameters()]
+
     def _check_weights(self) -> None:
         if self.model.training:
             raise InvalidInput("the model is in training mode, with dropout; call model.eval() before it is served")
+        if self._forms() != self._form:
+            raise InvalidInput("the model has other shapes, dtypes or devices than its pages were made for; make another Scorer")
         if len(self) and self._stamp() != self._weights:
             raise InvalidInput("the model's weights have changed since users were read; call clear(), and append them again")
         self._weights = self._stamp()

@@ -14,12 +14,14 @@ from torch.nn import functional as F
 
 from rooftile.errors import InvalidInput
 from rooftile.recommend.hstu.bias import time_edges
-from rooftile.recommend.target.attention import target_attention
+from rooftile.recommend.target.attention import BACKENDS, target_attention
+from rooftile.recommend.target.problem import WEIGHTS
 from rooftile.recommend.target.search.simhash import simhash, simhash_planes
-from rooftile.runtime.arguments import check_choice, check_count, shown
+from rooftile.runtime.arguments import check_backend, check_choice, check_count, shown
 from rooftile.runtime.tensors import check_offsets
 from rooftile.runtime.words import answers_foreign_words
 
+INTEGERS = (torch.int32, torch.int64)
 SEARCHES = ("exact", "embedding", "lsh", "category")
 
 
@@ -92,7 +94,9 @@ class TargetRecommender(nn.Module):
         if bits is not None and search != "lsh":
             raise InvalidInput(f"bits is {shown(bits)} and search is {search!r}; give search='lsh', or no bits")
         self.top_k = None if top_k is None else check_count("top_k", top_k)
-        self.weights, self.backend = weights, backend
+        self.weights, self.backend = check_choice("weights", weights, WEIGHTS), backend
+        check_backend(backend, BACKENDS)
+        buckets = check_count("buckets", buckets, 0)
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embedding = nn.Embedding(self.items, self.dim, **made)
         self.category_embedding, count = None, 0 if categories is None else _check_categories(categories, self.items)
@@ -106,7 +110,7 @@ class TargetRecommender(nn.Module):
         self.edges: Tensor | None
         self.planes: Tensor | None
         self.register_buffer("categories", None if categories is None else categories.long().to(device))
-        self.register_buffer("edges", time_edges(buckets).to(device) if check_count("buckets", buckets, 0) else None)
+        self.register_buffer("edges", time_edges(buckets).to(device) if buckets else None)
         planes = simhash_planes(self.dim // self.heads, 64 if bits is None else bits, device=device) if search == "lsh" else None
         self.register_buffer("planes", planes)
         self.query, self.key, self.value, self.out = (nn.Linear(self.dim, self.dim, **made) for _ in range(4))
@@ -142,9 +146,14 @@ class TargetRecommender(nn.Module):
         now: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Returns the mean binary cross-entropy of candidates (B, M) with labels (B, M) of 0 and 1; the rest as in `forward`."""
-        if not isinstance(labels, Tensor) or labels.shape != candidates.shape:
+        logits = self(events, cu, candidates, times, now=now)
+        if not isinstance(labels, Tensor) or labels.shape != candidates.shape or labels.is_complex():
             raise InvalidInput(f"labels is {shown(labels)}; must be of shape {tuple(candidates.shape)}, like candidates")
-        return F.binary_cross_entropy_with_logits(self(events, cu, candidates, times, now=now), labels.float())
+        if not labels.numel():
+            raise InvalidInput(f"candidates is {tuple(candidates.shape)}; there is no candidate to learn from")
+        if labels.is_cpu and not torch.compiler.is_compiling() and not bool(((labels >= 0) & (labels <= 1)).all()):
+            raise InvalidInput("labels has other values than 0 and 1")
+        return F.binary_cross_entropy_with_logits(logits, labels.float())
 
     @answers_foreign_words
     def scores(
@@ -212,7 +221,7 @@ class TargetRecommender(nn.Module):
     def _check(self, events: Tensor, cu: Tensor, candidates: Tensor, times: Tensor | None, now: Tensor | None) -> Tensor:
         """Returns the offsets on the device of the events."""
         for name, x, ndim, due in (("events", events, 1, "(total,)"), ("candidates", candidates, 2, "(B, M)")):
-            if not isinstance(x, Tensor) or x.ndim != ndim or x.dtype not in (torch.int32, torch.int64):
+            if not isinstance(x, Tensor) or x.ndim != ndim or x.dtype not in INTEGERS:
                 raise InvalidInput(f"{name} is {shown(x)}; must be int64 {due}, the numbers of items")
             # on a GPU PyTorch's embeddings stop the program at a number that they do not have
             readable = x.is_cpu and x.numel() > 0 and not torch.compiler.is_compiling()
@@ -226,8 +235,13 @@ class TargetRecommender(nn.Module):
         for name, seconds, count in (("times", times, events.shape[0]), ("now", now, users)):
             if seconds is not None and self.age_table is None:
                 raise InvalidInput(f"{name} came, and the model has no buckets of ages; give it buckets, or leave {name} out")
-            if seconds is not None and (not isinstance(seconds, Tensor) or seconds.shape != (count,)):
+            if seconds is None:
+                continue
+            number = isinstance(seconds, Tensor) and (seconds.dtype in INTEGERS or seconds.is_floating_point())
+            if not number or seconds.shape != (count,):
                 raise InvalidInput(f"{name} is {shown(seconds)}; must be seconds ({count},)")
+            if seconds.is_cpu and not torch.compiler.is_compiling() and bool(seconds.isnan().any()):
+                raise InvalidInput(f"{name} has NaN; must be seconds ({count},)")
         if self.age_table is not None and times is None:
             raise InvalidInput(f"times is None; the model has buckets of ages, and needs seconds ({events.shape[0]},)")
         return cu
@@ -235,7 +249,7 @@ class TargetRecommender(nn.Module):
 
 def _check_categories(categories: Tensor, items: int) -> int:
     """Returns how many categories there are."""
-    if not isinstance(categories, Tensor) or categories.shape != (items,) or categories.is_floating_point():
+    if not isinstance(categories, Tensor) or categories.shape != (items,) or categories.dtype not in INTEGERS:
         raise InvalidInput(f"categories is {shown(categories)}; must be int64 ({items},), the category of each item")
     if int(categories.min()) < 0:
         raise InvalidInput(f"categories has {int(categories.min())}; must be numbers from 0")
