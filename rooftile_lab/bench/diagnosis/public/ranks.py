@@ -45,6 +45,9 @@ def main() -> None:
         optimiser.zero_grad()
         model(x).square().mean().backward()
         optimiser.step()
+    # the reducer holds the group: a group that ends with it, under Python's lock, may wait for a thread that waits for the lock
+    del model, optimiser
+    distributed.barrier()
     distributed.destroy_process_group()
 
 
