@@ -204,7 +204,7 @@ class Scorer:
         return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
 
     def _forms(self) -> list[tuple[Any, ...]]:
-        """What pages and planes were made for."""
+        """Shapes, dtypes and devices that pages and planes were made for."""
         return [(x.shape, x.dtype, x.device) for x in self.model.parameters()]
 
     def _check_weights(self) -> None:
