@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import rooftile as rt
 from rooftile.recommend import simhash, simhash_planes, target_attention, target_attention_with_events
@@ -341,6 +342,17 @@ def test_seams(words: dict[str, Any]) -> None:
     more = {"top_k": numpy.int64(4)} if "top_k" in words else {"scale": numpy.float32(0.5), **words}
     alike = {"top_k": 4} if "top_k" in words else {"scale": 0.5, **words}
     assert torch.equal(given._replace(words=more).run(), given._replace(words=alike).run())
+
+
+@pytest.mark.parametrize("search", ["whole", "exact"])
+@pytest.mark.parametrize("bias", [0, 4])
+def test_checkpoints(search: str, bias: int) -> None:
+    given = case("silu", search, bias)
+    do = torch.randn_like(given.run(BACKEND))
+    due = gradients(given, BACKEND, do)
+    o = checkpoint(lambda: given.run(BACKEND), use_reentrant=False)
+    found = torch.autograd.grad(o, given.leaves, do)
+    assert_near(found, due[1:], 1e-6)
 
 
 @pytest.mark.skipif(BACKEND == "triton", reason="a compiler's graph in the interpreter")

@@ -81,10 +81,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        arguments = (grads[0], *ctx.saved_tensors, *ctx.rest)
+        # read once: what checkpointing computes anew is given once
+        saved = ctx.saved_tensors
+        arguments = (grads[0], *saved, *ctx.rest)
         run = _BACKWARD if torch.is_grad_enabled() or watched(*arguments[:10]) else _run_backward
         *rows, dbias = run(*arguments)
-        return *rows, None if ctx.saved_tensors[5] is None else dbias, *[None] * 8
+        return *rows, None if saved[5] is None else dbias, *[None] * 8
 
 
 _GIVEN = (
