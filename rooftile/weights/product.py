@@ -137,9 +137,10 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, dx: Tensor | None, *others: Any) -> Tensor:
         out_dtype, dbias = ctx.rest[4], others[7]
-        found: Tensor = ctx.saved_tensors[0].new_zeros((), dtype=out_dtype) if dbias is None else dbias
+        saved = ctx.saved_tensors
+        found: Tensor = saved[0].new_zeros((), dtype=out_dtype) if dbias is None else dbias
         if dx is not None:
-            found = found + functional.linear(dx, _weight_of(ctx.saved_tensors, ctx.rest, dx.dtype))
+            found = found + functional.linear(dx, _weight_of(saved, ctx.rest, dx.dtype))
         return found.to(out_dtype).expand(ctx.rows, ctx.rest[2])
 
     @staticmethod

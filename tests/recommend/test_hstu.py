@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import rooftile as rt
 from rooftile.recommend import RelativeBias, hstu_attention, time_edges
@@ -241,6 +242,17 @@ def test_positions_of_the_callers_own() -> None:
     scores = scores + bias.positions[:, (positions[:, None] - positions[None]).clamp(0, 29)]
     due = torch.einsum("hij,jhd->ihd", torch.nn.functional.silu(scores).tril(), given.v) / 40
     torch.testing.assert_close(found, due)
+
+
+def test_checkpoints() -> None:
+    q, k, v = (torch.randn(9, 2, 8, requires_grad=True) for _ in range(3))
+    table, cu = torch.randn(2, 5, requires_grad=True), torch.tensor([0, 4, 9])
+
+    def run() -> Tensor:
+        return hstu_attention(q, k, v, cu, alpha=0.5, bias=RelativeBias(table), backend=BACKEND)
+
+    found, due = (torch.autograd.grad(o.sum(), (q, k, v, table)) for o in (checkpoint(run, use_reentrant=False), run()))
+    assert all(map(torch.equal, found, due))
 
 
 @pytest.mark.skipif(BACKEND == "triton", reason="a compiler's graph in the interpreter")

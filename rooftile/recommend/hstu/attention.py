@@ -169,10 +169,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        arguments = (grads[0], *ctx.saved_tensors, *ctx.rest)
+        # read once: what checkpointing computes anew is given once
+        saved = ctx.saved_tensors
+        arguments = (grads[0], *saved, *ctx.rest)
         run = _BACKWARD if torch.is_grad_enabled() or watched(*arguments[:12]) else _run_backward
         dq, dk, dv, d_positions, d_times = run(*arguments)
-        tables = (None if x is None else d for d, x in zip((d_positions, d_times), ctx.saved_tensors[3:5], strict=True))
+        tables = (None if x is None else d for d, x in zip((d_positions, d_times), saved[3:5], strict=True))
         return dq, dk, dv, *tables, *[None] * 12
 
 
