@@ -28,8 +28,8 @@ ROWS = 128
 # the least events of a part, a multiple of which a part has: the largest block of keys of packed attention divides it
 LEAST_EVENTS = 512
 BLOCK = 128
-# the least events of a history, on average, from which parts are faster on an H200: in a captured graph, and where the host launches,
-# which takes 350 us for parts and 120 us for one call
+# the least events of a history, on average, from which parts are faster on an H200: in a captured graph, and where the host launches
+# them. The host takes three times as long for parts as for one call, and is waited for below the second number
 LEAST_CAPTURED, LEAST_EAGER = 4096, 32768
 # parts that a step of the merge reads
 STEP = 8
